@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from script import Say, main
+from script import main
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, plan_head
 from lowtide.bench.case import Bench, Case, make_case
 from lowtide.bench.harness import Peer, Row, Run, Table, release
-from lowtide.bench.settings import ErrorSettings, setting, shape_setting
+from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 
 cross_entropy = partial(F.cross_entropy, reduction="none")  # of each token
 
@@ -72,7 +72,7 @@ class ApplyCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApplyConfig(ErrorSettings):
+class ApplyConfig(ShapeSettings):
     benchmark, named = "apply", NAMED
     shape: tuple[str, ...] = shape_setting("4x4096", named=NAMED)
     function: tuple[str, ...] = setting((), "these functions alone", metavar="FUNCTION", names=FUNCTIONS)
@@ -116,24 +116,22 @@ def peers_of(case: ApplyCase) -> Iterator[tuple[Peer, HeadOptions | None]]:
         yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b)), None
 
 
-def measure(config: ApplyConfig, say: Say, command: str) -> int:
-    with Run(config, say, command) as run:
-        run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
-        for shape in config.shapes:
-            torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
-            loss, rows = make_case(shape, run.dtype, run.device), list[Row]()
-            b = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
-            run.result["shapes"].append({**vars(shape), "rows": rows})
-            for name in config.function or FUNCTIONS:
-                of_value: Any = {"names": ("value",), "upstream": {"value": loss.upstream["loss"]}}
-                case = ApplyCase(shape=shape, x=loss.x, w=loss.w, y=loss.y, b=b, function=name, name=name, **of_value)
-                measure_function(run, case, rows)
-            release(run.device)
-    return run.status
+def measure(run: Run) -> None:
+    run.result |= {"dtype": run.dtype_name, **run.rounds, "shapes": []}
+    for shape in run.config.shapes:
+        torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
+        loss, rows = make_case(shape, run.dtype, run.device), list[Row]()
+        b = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
+        run.result["shapes"].append({**vars(shape), "rows": rows})
+        for name in run.config.function or FUNCTIONS:
+            of_value: Any = {"names": ("value",), "upstream": {"value": loss.upstream["loss"]}}
+            case = ApplyCase(shape=shape, x=loss.x, w=loss.w, y=loss.y, b=b, function=name, name=name, **of_value)
+            measure_function(run, case, rows)
+        release(run.device)
 
 
 def measure_function(run: Run, case: ApplyCase, rows: list[Row]) -> None:
-    bench, naive_mib = Bench(case, run.config), None
+    bench, naive_mib = Bench(case, **run.rounds), None
     run.say(bench.title() + TABLE.header)
     for peer, options in peers_of(case):
         row = bench.measure(peer) | {"function": case.function}

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from script import Say, main
+from script import main
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import linear_contrastive
 from lowtide.bench.case import ROWS, Case, Function, Values, blocks, loss_case, measure_cases
 from lowtide.bench.harness import Peer, Run, by_name, compiled
-from lowtide.bench.settings import ErrorSettings, Shape, setting, shape_setting
+from lowtide.bench.settings import Shape, ShapeSettings, setting, shape_setting
 from lowtide.errors import UnsupportedError
 
 TEMPERATURE = 0.05  # sentence-transformers' scale of 20
@@ -126,18 +126,16 @@ PEERS = by_name(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveConfig(ErrorSettings):
+class ContrastiveConfig(ShapeSettings):
     benchmark, named = "contrastive", NAMED
     shape: tuple[str, ...] = shape_setting("batch-64k", named=NAMED)
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
     work: tuple[str, ...] = setting((), "these tables alone", metavar="WORK", names=WORKS)
 
 
-def measure(config: ContrastiveConfig, say: Say, command: str) -> int:
-    with Run(config, say, command, PEERS) as run:
-        measure_cases(run, cases)
-    return run.status
+def measure(run: Run) -> None:
+    measure_cases(run, cases)
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ContrastiveConfig, __doc__))
+    sys.exit(main(measure, ContrastiveConfig, __doc__, PEERS))

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from script import Say, main
+from script import main
 from torch import Tensor
 
 from lowtide import linear_divergence
 from lowtide.bench.case import Case, Function, Values, make_case, measure_cases, wider
 from lowtide.bench.harness import Peer, Run, by_name, compiled, needs_cuda
-from lowtide.bench.settings import ErrorSettings, Shape, setting, shape_setting
+from lowtide.bench.settings import Shape, ShapeSettings, setting, shape_setting
 
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
 KINDS = {  # linear_divergence's name, and the teacher's share of the mixture
@@ -128,18 +128,16 @@ PEERS = by_name(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceConfig(ErrorSettings):
+class DivergenceConfig(ShapeSettings):
     benchmark, sizes, named = "divergence", SIZES, NAMED
     shape: tuple[str, ...] = shape_setting("llama-8b-to-1b", SIZES, NAMED)
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
     work: tuple[str, ...] = setting((), "these divergences alone", metavar="WORK", names=KINDS)
 
 
-def measure(config: DivergenceConfig, say: Say, command: str) -> int:
-    with Run(config, say, command, PEERS) as run:
-        measure_cases(run, cases)
-    return run.status
+def measure(run: Run) -> None:
+    measure_cases(run, cases)
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, DivergenceConfig, __doc__))
+    sys.exit(main(measure, DivergenceConfig, __doc__, PEERS))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from mixture import Layer, Mixture, make_mixture
-from script import Say, main
+from script import main
 
 from lowtide.bench.harness import Peer, Run, by_name, needs_cuda
 from lowtide.bench.mlp import measure_modules
@@ -91,11 +91,9 @@ class ExpertsConfig(ShapeSettings):
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
 
 
-def measure(config: ExpertsConfig, say: Say, command: str) -> int:
-    with Run(config, say, command, PEERS) as run:
-        measure_modules(run, make_mixture)
-    return run.status
+def measure(run: Run) -> None:
+    measure_modules(run, make_mixture)
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ExpertsConfig, __doc__))
+    sys.exit(main(measure, ExpertsConfig, __doc__, PEERS))

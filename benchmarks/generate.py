@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from script import Say, main
+from script import main
 
 import lowtide
 from lowtide.bench.harness import Run, write_json
@@ -63,13 +63,7 @@ class GenerateConfig(Settings):
     model: str = setting("llama-3.2-1b", "whose shape: a built-in name or a config.json", metavar="NAME")
 
 
-def measure(config: GenerateConfig, say: Say, command: str) -> int:
-    with Run(config, say, command, packages=["transformers"]) as run:
-        measure_all(run)
-    return run.status
-
-
-def measure_all(run: Run) -> None:
+def measure(run: Run) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from layer_peers import EXACT, PEERS, Function
-from script import Say, main
+from script import main
 from torch import Tensor
 
 from lowtide.bench.case import relative_error
@@ -35,7 +35,7 @@ TABLE = Table(
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig(RoundSettings):
-    benchmark = "layers"
+    benchmark, packages = "layers", ("liger-kernel",)
     tokens: int = setting(65536, "N", least=64)
     hidden: int = setting(2048, "D, of the norms", least=1)
     heads: int = setting(32, "of the queries", least=1)
@@ -84,7 +84,7 @@ def rows_of(op: str, inputs: tuple[Tensor, ...], moved: tuple[int, int], run: Ru
     return rows
 
 
-def measure_all(run: Run) -> None:
+def measure(run: Run) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
     N, D, d = config.tokens, config.hidden, config.head_dim
@@ -107,12 +107,6 @@ def measure_all(run: Run) -> None:
         run.say(f"\n{op}, {run.dtype_name}\n{TABLE.header}")
         for measured in rows_of(op, inputs, moved, run):
             run.add(measured, rows, TABLE)
-
-
-def measure(config: LayersConfig, say: Say, command: str) -> int:
-    with Run(config, say, command, packages=["liger-kernel"]) as run:
-        measure_all(run)
-    return run.status
 
 
 if __name__ == "__main__":

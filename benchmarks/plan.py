@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from script import Say, main
+from script import main
 
 from lowtide.bench.harness import Run, Table
 from lowtide.bench.plan_check import check_plan
@@ -77,13 +77,13 @@ def row_of(case: Case, device: Any) -> dict[str, Any]:
         settings, case.seq_len, 1, case.budget_gib, case.host_gib, device, optimizer=case.optimizer, dtype="bfloat16"
     )
     checked = check_plan(settings, plan, warm=1, steps=1 if case.seq_len > 40000 else 2)
-    measured = {key: value for key, value in vars(checked).items() if key != "machine"}
+    measured = {key: value for key, value in checked.items() if key != "machine"}
     return {
         "keep": str(plan.chosen),
         "peak_phase": str(plan.phase),
         "host_gib": gib(plan.host_bytes),
-        "peak_off": checked.predicted_gib / checked.peak_gib - 1,
-        "seconds_off": checked.predicted_seconds / checked.seconds - 1,
+        "peak_off": checked["predicted_gib"] / checked["peak_gib"] - 1,
+        "seconds_off": checked["predicted_seconds"] / checked["seconds"] - 1,
         **measured,
     }
 
@@ -104,13 +104,7 @@ TABLE = Table(
 )  # fmt: skip
 
 
-def measure(config: PlanConfig, say: Say, command: str) -> int:
-    with Run(config, say, command) as run:
-        measure_all(run)
-    return run.status
-
-
-def measure_all(run: Run) -> None:
+def measure(run: Run) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     gpu = find_gpu("cuda")
     run.result |= {"gpu": dataclasses.asdict(gpu)}

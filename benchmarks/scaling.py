@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -50,7 +49,7 @@ TABLE = Table(
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(Settings):
-    benchmark = "scaling"
+    benchmark, packages = "scaling", ("liger-kernel",)
 
     ranks: tuple[int, ...] = setting((1, 2, 4, 8), "processes, one for each GPU", metavar="N", least=1)
     model: tuple[str, ...] = setting(("llama-3.2-1b", "llama-3-8b"), "whose shapes", metavar="NAME")
@@ -69,20 +68,18 @@ class ScalingConfig(Settings):
             Variant.named(way)
 
 
-def measure(config: ScalingConfig, say: Callable[[str], object], command: str) -> int:
+def measure(run: Run) -> None:
     one: dict[tuple[str, str], float] = {}  # a way's and model's speed on one GPU
-    with Run(config, say, command, packages=["transformers", "liger-kernel"]) as run:
-        rows = run.result["rows"] = []
-        run.result |= config.recorded()
-        say(TABLE.header)
-        for ranks, way, model in product(config.ranks, config.way, config.model):
-            row = {"ranks": ranks, "way": way, "model": model, **in_processes(ranks, way, model, config)}
-            if SPEED in row and ranks == 1:
-                one[way, model] = row[SPEED]
-            if SPEED in row and (way, model) in one:
-                row["of_one"] = row[SPEED] / one[way, model]
-            run.add(row, rows, TABLE)
-    return run.status
+    config, rows = run.config, run.result.setdefault("rows", [])
+    run.result |= config.recorded()
+    run.say(TABLE.header)
+    for ranks, way, model in product(config.ranks, config.way, config.model):
+        row = {"ranks": ranks, "way": way, "model": model, **in_processes(ranks, way, model, config)}
+        if SPEED in row and ranks == 1:
+            one[way, model] = row[SPEED]
+        if SPEED in row and (way, model) in one:
+            row["of_one"] = row[SPEED] / one[way, model]
+        run.add(row, rows, TABLE)
 
 
 def in_processes(ranks: int, way: str, model: str, config: ScalingConfig) -> Row:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from lowtide.bench.settings import Shape
 CALLS = 24  # before the first that counts: the threshold adapts
 ERRORS = {"loss": "loss_error", "dx": "input_error", "dw": "weight_error"}
 DENSE = "lowtide"
-ROUNDS = SimpleNamespace(error=True, warm=2, reps=6)
 
 TABLE = Table(
     {
@@ -47,7 +45,7 @@ def measure_head(x: Tensor, w: Tensor, y: Tensor, accepted: Sequence[str]) -> It
     peers += [Peer(f"{DENSE} skip={text}", partial(loss_of, HeadOptions(skip=float(text)), CALLS)) for text in accepted]
     for peer in peers:
         case = loss_case(shape, x, w, y)  # a weight of its own: an order is remembered
-        bench = Bench(case, ROUNDS)
+        bench = Bench(case, warm=2, reps=6)
         row = bench.measure(peer)
         if peer.name == DENSE:
             busy = {"busy_ms": row["busy_limit_ms"]} if "busy_limit_ms" in row else {}

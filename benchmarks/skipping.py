@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from script import Say, main
+from script import main
 from skipped_heads import TABLE, measure_head
 from small_model import BATCH, LENGTH, Model, batches, evaluated, loss_of, texts, tokenized
 from torch import Tensor, nn
@@ -108,13 +108,7 @@ def heads(run: Run, found: list[tuple[str, str]]) -> None:
         release(run.device)
 
 
-def measure(config: SkippingConfig, say: Say, command: str) -> int:
-    with Run(config, say, command) as run:
-        measure_part(run)
-    return run.status
-
-
-def measure_part(run: Run) -> None:
+def measure(run: Run) -> None:
     found = texts(run.config.megabytes)
     run.result |= {"files": len(found), "characters": sum(len(text) for _, text in found)}
     if run.config.part == "heads":

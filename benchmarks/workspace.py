@@ -12,7 +12,7 @@ import dataclasses
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -41,20 +41,18 @@ def peers_of(case: Case) -> Iterator[tuple[float, Any, Peer]]:
         seen.add(key)
 
 
-def measure(config: HeadBenchConfig, say: Callable[[str], object], command: str) -> int:
-    with Run(config, say, command, head.PEERS) as run:
-        for shape in config.shapes:
-            bench, result = head.measure_shape(run, shape)
-            sweep: list[Row] = result.setdefault("sweep", [])
-            for value, plan, peer in peers_of(bench.case):
-                row = head.loss_row(bench, peer) | {"workspace_mib": value, "plan": dataclasses.asdict(plan)}
-                run.add(row, sweep, head.LOSS_TABLE)
+def measure(run: Run) -> None:
+    for shape in run.config.shapes:
+        bench, result = head.measure_shape(run, shape)
+        sweep: list[Row] = result.setdefault("sweep", [])
+        for value, plan, peer in peers_of(bench.case):
+            row = head.loss_row(bench, peer) | {"workspace_mib": value, "plan": dataclasses.asdict(plan)}
+            run.add(row, sweep, head.LOSS_TABLE)
     if importlib.util.find_spec("matplotlib") is not None:
         import plots
 
         plots.main(run.file)
-    return run.status
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, HeadBenchConfig, __doc__))
+    sys.exit(main(measure, HeadBenchConfig, __doc__, head.PEERS))

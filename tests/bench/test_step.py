@@ -22,38 +22,33 @@ CPU = torch.device("cpu")
 transformers = pytest.importorskip("transformers")
 
 
-def rows_of(way: str, *lengths: int, **more: Any) -> list[dict[str, Any]]:
+def row_of(way: str, tokens: int = 16, **more: Any) -> dict[str, Any]:
     settings = {"model": "lowtide-small", "warm": 0, "reps": 1, "dtype": "float32", "device": "cpu"}
-    config = StepBenchConfig(**{"tokens": lengths or (16,), **settings, **more})
-    return step.rows_of(way, json.loads(json.dumps(vars(config))))
+    return step.row_of(way, tokens, json.loads(json.dumps(vars(StepBenchConfig(**{**settings, **more})))))
 
 
 def test_states_are_offloaded_where_a_name_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(step, "offload_optimizer", lambda optimizer, model, **how: seen.append(how))
     for way in ("lowtide:all@states=2", "lowtide:all"):
-        (row,) = rows_of(way)
+        row = row_of(way)
         assert row["seconds"] > 0
     assert [how["gib"] for how in seen] == [2.0]
 
 
-def test_what_does_not_fit_ends_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(model: Any, optimizer: Any, config: Any, tokens: int) -> dict[str, Any]:
-        if tokens > 10:
-            raise torch.cuda.OutOfMemoryError("no")
-        return {"seconds": 1.0}
+def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(*_: Any, **__: Any) -> dict[str, Any]:
+        raise torch.cuda.OutOfMemoryError("no")
 
-    monkeypatch.setattr(step, "measured", steps)
-    failed = {"failed": OUT_OF_MEMORY}
-    rows = rows_of("stock", 10, 20, 30)
-    assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
+    monkeypatch.setattr(step, "measure_steps", steps)
+    assert row_of("stock") == {"failed": OUT_OF_MEMORY}
 
 
 def test_a_model_without_fused_attention_takes_its_own_and_says_so(tmp_path: Path) -> None:
     """Gemma 2 caps its scores, which PyTorch's fused attention cannot."""
     file = tmp_path / "gemma2.json"
     file.write_text(json.dumps({**SHAPES["lowtide-small"], "model_type": "gemma2", "vocab_size": 99, "head_dim": 32}))
-    (row,) = rows_of("lowtide:all", model=str(file))
+    row = row_of("lowtide:all", model=str(file))
     assert row["attention"] == "eager"
 
 
@@ -80,7 +75,7 @@ def test_variants_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["stock:attention", "stock:all", "stock:input-offload", "lowtide:attention"])
 def test_a_step_by_any_variant_is_the_same_step(name: str) -> None:
-    (stock,), (row,) = (rows_of(way, 33, batch=2, warm=1) for way in ("stock", name))
+    stock, row = (row_of(way, 33, batch=2, warm=1) for way in ("stock", name))
     assert "failed" not in row, row
     assert row["losses"] == pytest.approx(stock["losses"], rel=1e-4)
     assert row["losses"][0] > row["losses"][1]

@@ -138,7 +138,7 @@ def test_the_packages_whose_lack_is_explained_are_those_of_the_extras(monkeypatc
 def test_a_benchmark_without_a_gpu_names_a_small_one(
     more: list[str], named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lowtide.bench.head.main", lambda *_: 0)
+    monkeypatch.setattr("lowtide.bench.head.measure", lambda *_: 0)
     assert main(["bench", "head", *more]) == 0
     err = capsys.readouterr().err
     assert ("A small run: lowtide bench head --shape 1024,256,8192 --device cpu\n" in err) == named

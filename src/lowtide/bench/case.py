@@ -6,7 +6,7 @@ N tokens, D hidden size, V vocabulary, K values per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,6 @@ class Case:
         shape: the sizes.
         name: of the table.
         gemms: GEMMs of 2NDV operations that it cannot do without; 4: the logits are computed twice.
-        backward_alone: whether the backward pass alone is measured, after one forward.
         x: hidden states [N, D].
         w: weight [V, D].
         y: targets [N].
@@ -49,7 +48,6 @@ class Case:
     shape: Any
     name: str = "mean"
     gemms: int = 3
-    backward_alone: bool = False
     x: Tensor
     w: Tensor
     y: Tensor
@@ -95,18 +93,17 @@ class Case:
             leaf.grad = None
 
     def run_of(self, function: Function) -> Function:
-        """Return what is measured of a function, forward and backward where there are gradients, or backward alone: it
-        returns the values. A mean's upstream gradient is 1.
+        """Return what is measured of a function, forward and, where there are gradients, backward: it returns the
+        values. A mean's upstream gradient is 1.
         """
-        saved = function() if self.backward_alone else None
 
         def run() -> Values:
             self.clear()
             with torch.set_grad_enabled(bool(self.upstream)):
-                values = saved or function()
+                values = function()
             if self.upstream:
-                ups = [self.upstream[n].to(v.dtype) if v.dim() else torch.ones_like(v) for n, v in values.items()]
-                torch.autograd.backward(list(values.values()), ups, retain_graph=self.backward_alone)
+                ups = [self.upstream[name].to(v.dtype) if v.dim() else None for name, v in values.items()]
+                torch.autograd.backward(list(values.values()), ups)
             return {name: value.detach() for name, value in values.items()}
 
         return run
@@ -172,8 +169,7 @@ def relative_error(got: Tensor, true: Tensor) -> float:
 
 
 class Bench:
-    """A case on which peers are measured, each interleaved with the bare GEMMs; ``config`` has the rounds and whether
-    there are errors.
+    """A case on which peers are measured, each interleaved with the bare GEMMs.
 
     A row has ``ms``, the median time, and ``limit_ms``, that of the bare GEMMs in the same rounds; ``share``, the
     second over the first; ``spread``, the slowest round over the fastest, less 1; on a GPU the same four with ``busy_``
@@ -186,14 +182,13 @@ class Bench:
 
     Attributes:
         limit: milliseconds of the bare GEMMs by rows of a chunk, of which ``best_rows`` takes the least, ``limit_ms``.
-        exact: values and gradients; None without errors, and then a row has none.
         gradients_mib: size of the gradients that are returned, which is in every peak.
     """
 
-    def __init__(self, case: Case, config: Any) -> None:
+    def __init__(self, case: Case, *, warm: int, reps: int) -> None:
         self.case, self.device = case, case.x.device
-        self.times = partial(time_side_by_side, device=self.device, warm=config.warm, reps=config.reps)
-        self.exact = case.exact() if config.error else None
+        self.times = partial(time_side_by_side, device=self.device, warm=warm, reps=reps)
+        self.exact, self.exact_gradients = case.exact()
         self.gradients_mib = mib(sum(leaf.nbytes for leaf in case.leaves if case.upstream))
         release(self.device)
         rows = limit_rows(len(case.x), len(case.w) * case.x.itemsize)
@@ -226,7 +221,7 @@ class Bench:
         return row
 
     def _fill(self, row: Row, run: Function) -> None:
-        functions: Mapping[str, Callable[[], object]] = {"limit": partial(self.case.bare, self.best_rows), "peer": run}
+        functions: dict[str, Callable[[], object]] = {"limit": partial(self.case.bare, self.best_rows), "peer": run}
         busy = {"busy_": partial(torch.cuda._sleep, BUSY_CYCLES)} if self.device.type == "cuda" else {}
         for prefix, behind in {"": None, **busy}.items():
             timings = self.times(functions, behind=behind)
@@ -236,19 +231,18 @@ class Bench:
         self.case.clear()
         values: Values = {}
         row["peak_mib"] = mib(peak_above(lambda: values.update(run()), self.device))
-        if self.exact is not None:
-            errors = self._errors(values, *self.exact)
-            row["errors"] = {name: error for name, error in errors.items() if math.isfinite(error)}
-            if missing := [name for name in errors if name not in row["errors"]]:
-                row["failed"] = f"{', '.join(missing)}: missing or not finite"
+        errors = self._errors(values)
+        row["errors"] = {name: error for name, error in errors.items() if math.isfinite(error)}
+        if missing := [name for name in errors if name not in row["errors"]]:
+            row["failed"] = f"{', '.join(missing)}: missing or not finite"
 
-    def _errors(self, got: Values, true: Values, gradients: list[Tensor]) -> dict[str, float]:
+    def _errors(self, got: Values) -> dict[str, float]:
         """Return the errors of what a peer has returned and of its gradients, by name; NaN for what is missing."""
         errors = {}
-        for name, expected in true.items():
+        for name, expected in self.exact.items():
             value = got.get(name, torch.tensor(math.nan))
             errors[name] = (value.double() - (expected if value.dim() else expected.mean())).abs().mean().item()
-        for name, leaf, gradient in zip(("dx", "dw", "db"), self.case.leaves, gradients, strict=False):
+        for name, leaf, gradient in zip(("dx", "dw", "db"), self.case.leaves, self.exact_gradients, strict=False):
             errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, gradient)
         return errors
 
@@ -262,12 +256,12 @@ TABLE = Table(
 def measure_cases(run: Run, cases: Callable[[Run, Any], Iterator[Case]]) -> None:
     """Measure a run's ``cases`` of each shape by its peers."""
     shapes = run.result["shapes"] = []
-    run.result |= {"warm": run.config.warm, "reps": run.config.reps}
+    run.result |= run.rounds
     for shape in run.config.shapes:
         tables: list[Row] = []
         shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
         for case in cases(run, shape):
-            bench, rows = Bench(case, run.config), list[Row]()
+            bench, rows = Bench(case, **run.rounds), list[Row]()
             about = {"work": case.name, "gradients_mib": bench.gradients_mib, "rows": rows}
             tables.append(bench.limits("limit_") | about)
             run.fill(rows, bench.title(), TABLE, bench.measure)

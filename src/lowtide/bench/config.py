@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowtide.bench.settings import (
-    ErrorSettings,
-    RoundSettings,
-    Settings,
-    Shape,
-    ShapeSettings,
-    setting,
-    shape_setting,
-)
+from lowtide.bench.settings import RoundSettings, Settings, Shape, ShapeSettings, setting, shape_setting
 from lowtide.bench.variant import LOWTIDE
 from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 
@@ -25,32 +17,26 @@ STATS_PEERS = (
     "lowtide", "naive", "compile", "trl", "liger-scaled", "liger-native", "cce-exact", "torch", "checkpoint-8",
 )  # fmt: skip
 WORKS = (
-    "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward", "logprob-entropy-forward",
-    "all-forward", "topk-forward",
+    "logprob-entropy", "logprob", "targets", "logprob-forward", "logprob-entropy-forward", "all-forward",
+    "topk-forward",
 )  # fmt: skip
 MLP_PEERS = ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")
 MLP_SIZES = ("batch", "seq", "D", "F", "layers")
 MLPS = {
-    f"{name}-{tokens >> 10}k": (1, tokens, *sizes, 1)
-    for name, sizes in (("llama-8b", (4096, 14336)), ("llama-70b", (8192, 28672)))
-    for tokens in (8192, 32768)
+    "llama-8b-8k": (1, 8192, 4096, 14336, 1),
+    "llama-8b-32k": (1, 32768, 4096, 14336, 1),
+    "llama-70b-8k": (1, 8192, 8192, 28672, 1),
+    "llama-70b-32k": (1, 32768, 8192, 28672, 1),
 }
 STEP_PEERS = (
-    "liger",
-    "liger:attention",
-    "liger:all",
-    "stock",
-    "stock:attention",
-    "stock:all",
-    "compile",
-    "compile:all",
-)
+    "liger", "liger:attention", "liger:all", "stock", "stock:attention", "stock:all", "compile", "compile:all",
+)  # fmt: skip
 AXES = {"tokens": "N", "hidden": "D", "vocab": "V"}  # of the sweep, by option
 AROUND = tuple(2.0**k for k in range(-4, 3))  # times the shape's own size, where no sizes are given
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadBenchConfig(ErrorSettings):
+class HeadBenchConfig(ShapeSettings):
     """Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and every peer that can
     be imported, interleaved in one process with the limit: the bare GEMMs over chunks of 2048, 4096 or all rows,
     whichever is fastest. Peaks are above the inputs and include the gradients; errors are against GEMMs in a wider
@@ -61,7 +47,7 @@ class HeadBenchConfig(ErrorSettings):
     examples: ClassVar = {
         "": "a Llama-3.2-1B's head with every peer",
         "--shape all": "the table of all named shapes",
-        "--shape 4096,2048,50304 --only lowtide liger --no-error": "your own shape, two peers, times and peaks only",
+        "--shape 4096,2048,50304 --only lowtide liger": "your own shape, two peers",
         "--shape 1024,256,8192 --device cpu": "a small run without a GPU",
     }
 
@@ -70,7 +56,7 @@ class HeadBenchConfig(ErrorSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepBenchConfig(ErrorSettings):
+class SweepBenchConfig(HeadBenchConfig):
     """Rate, peak memory and errors of linear + cross entropy, forward and backward, over the number of tokens N, the
     hidden size D and the vocabulary V, each with the other two fixed: lowtide bench head, shape by shape. The rate is
     6NDV over the time for every peer. Without sizes for an axis, all three have powers of two times the shape's own,
@@ -84,11 +70,9 @@ class SweepBenchConfig(ErrorSettings):
         "--shape 256,64,2048 --device cpu": "a small run without a GPU",
     }
 
-    shape: tuple[str, ...] = shape_setting("llama-1b")
     tokens: tuple[int, ...] = setting((), "numbers of tokens N, with the shape's D and V", metavar="N", least=1)
     hidden: tuple[int, ...] = setting((), "hidden sizes D, in the same way", metavar="D", least=1)
     vocab: tuple[int, ...] = setting((), "sizes of the vocabulary V, in the same way", metavar="V", least=1)
-    only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=HEAD_PEERS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,14 +89,14 @@ class SweepBenchConfig(ErrorSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatsBenchConfig(ErrorSettings):
+class StatsBenchConfig(ShapeSettings):
     """Time, peak memory and errors of per-token statistics, of lowtide and every peer that can be imported, interleaved
     in one process with the limit. With random upstream gradients, forward and backward: the log-probability of each
-    token's target, with and without the entropy, and of several targets; and backward alone. Without gradients: these,
-    all other statistics, and the highest logits. The limit is the bare GEMMs (four with gradients, as no logits are
-    saved; three for backward alone; else one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are
-    above the inputs and include the gradients; errors are against GEMMs in a wider dtype. A peer that fails, or does
-    not offer the work, is a row with the reason.
+    token's target, with and without the entropy, and of several targets. Without gradients: these, all other
+    statistics, and the highest logits. The limit is the bare GEMMs (four with gradients, as no logits are saved, else
+    one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are above the inputs and include the
+    gradients; errors are against GEMMs in a wider dtype. A peer that fails, or does not offer the work, is a row with
+    the reason.
     """
 
     benchmark, summary = "stats", "log-probabilities and entropies"
@@ -155,7 +139,7 @@ class StepBenchConfig(RoundSettings):
     process of its own. of_first is the time over that of the first row.
     """
 
-    benchmark, summary = "step", "a training step, end to end"
+    benchmark, summary, packages = "step", "a training step, end to end", ("liger-kernel",)
     examples: ClassVar = {
         "": "a Llama-3.2-1B at three lengths",
         "--tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1": "layers of two policies",
@@ -187,9 +171,5 @@ class StepBenchConfig(RoundSettings):
 
 
 BENCHMARKS: tuple[type[Settings], ...] = (
-    HeadBenchConfig,
-    SweepBenchConfig,
-    StatsBenchConfig,
-    MlpBenchConfig,
-    StepBenchConfig,
-)
+    HeadBenchConfig, SweepBenchConfig, StatsBenchConfig, MlpBenchConfig, StepBenchConfig,
+)  # fmt: skip

@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -133,14 +134,13 @@ def replace(target: Path, write: Callable[[Path], object]) -> None:
 
 
 class Run:
-    """A benchmark under way, a context whose end says where the result is: what is known was written, also before
-    Ctrl-C.
+    """A benchmark under way.
 
     Attributes:
         config: its settings.
         device: where it runs; ``dtype``: of its inputs.
         say: prints text.
-        peers: who is measured, by name; the result has the versions of their packages, and of ``packages``.
+        peers: who is measured, by name; the result has the versions of their packages, and of the settings'.
         result: what ``file`` holds: command, date, commit and machine, and what the benchmark adds.
         status: the exit status: 1 after a row that `is_failure`.
 
@@ -149,33 +149,27 @@ class Run:
         ArgumentValueError: the folder for the results cannot be written.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        say: Callable[[str], object],
-        command: str,
-        peers: Mapping[str, Peer] | None = None,
-        packages: Iterable[str] = (),
-    ) -> None:
-        self.config, self.say, self.peers, self.status = config, say, peers or {}, 0
-        self.device = chosen_device(config.device)
+    def __init__(self, config: Any, say: Callable[[str], object], command: str, peers: Mapping[str, Peer]) -> None:
+        self.config, self.say, self.peers, self.status = config, say, peers, 0
+        cuda = torch.cuda.is_available()
+        if config.device == "cuda" and not cuda:
+            raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "Take --device cpu."))
+        self.device = torch.device(("cuda" if cuda else "cpu") if config.device == "auto" else config.device)
         narrow = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype_name = narrow if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
-        packages = [*packages, *(peer.package for peer in self.peers.values())]
+        packages = [*config.packages, *(peer.package for peer in peers.values())]
         self.file, self.result = begin(config.output, config.benchmark, command, self.device, packages)
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """The numbers of rounds, as results have them: ``warm``, which do not count, and ``reps``."""
+        return {"warm": self.config.warm, "reps": self.config.reps}
 
     @property
     def settings(self) -> Row:
         """The settings for a process of its own, with the chosen device and dtype."""
         return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file.exists():
-            self.say(f"written: {self.file}\n")
 
     def fill(self, rows: list[Row], title: str, table: Table, measure: Callable[[Peer], Row]) -> None:
         """Add the row of each chosen peer to a list of the result, under a title."""
@@ -191,6 +185,23 @@ class Run:
             self.status = 1
         self.say(table.line(row))
         write_json(self.file, self.result)
+
+
+def run_benchmark(
+    measure: Callable[[Run], object],
+    config: Any,
+    say: Callable[[str], object],
+    command: str,
+    peers: Mapping[str, Peer] = MappingProxyType({}),
+) -> int:
+    """Run a benchmark, say where its result is, also after Ctrl-C, and return the exit status; see `Run`."""
+    run = Run(config, say, command, peers)
+    try:
+        measure(run)
+    finally:
+        if run.file.exists():
+            say(f"written: {run.file}\n")
+    return run.status
 
 
 def is_failure(row: Row, named: Iterable[str] = ()) -> bool:
@@ -235,10 +246,3 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def chosen_device(name: str) -> torch.device:
-    """Return the device of that name, or raise `UnsupportedError`; auto: a GPU if there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "Take --device cpu."))
-    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")

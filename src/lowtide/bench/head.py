@@ -187,7 +187,7 @@ def loss_row(bench: Bench, peer: Peer) -> Row:
 def bench_of(run: Run, shape: Any) -> Bench:
     """Return the bench of a shape's random inputs."""
     release(run.device)
-    return Bench(make_case(shape, run.dtype, run.device), run.config)
+    return Bench(make_case(shape, run.dtype, run.device), **run.rounds)
 
 
 def measure_shape(run: Run, shape: Any) -> tuple[Bench, Row]:
@@ -200,15 +200,13 @@ def measure_shape(run: Run, shape: Any) -> tuple[Bench, Row]:
     limit = {"setting": bench.case.name, "tokens": shape.N, **bench.limits()}
     sizes = {**vars(shape), "dtype": run.dtype_name, "limits": [limit], "gradients_mib": bench.gradients_mib}
     result = {**sizes, "table": table}
-    run.result |= {"warm": run.config.warm, "reps": run.config.reps}
+    run.result |= run.rounds
     run.result.setdefault("shapes", []).append(result)
     run.fill(table, bench.title(), LOSS_TABLE, partial(loss_row, bench))
     return bench, result
 
 
-def main(config: Any, say: Callable[[str], object], command: str) -> int:
-    """Measure each shape, and return the exit status."""
-    with Run(config, say, command, PEERS) as run:
-        for shape in config.shapes:
-            measure_shape(run, shape)
-    return run.status
+def measure(run: Run) -> None:
+    """Measure each shape."""
+    for shape in run.config.shapes:
+        measure_shape(run, shape)

@@ -137,7 +137,7 @@ PEERS = by_name(
 )
 
 
-def row_of(peer: Peer, case: ModuleCase, config: Any) -> Row:
+def row_of(peer: Peer, case: ModuleCase, rounds: dict[str, Any]) -> Row:
     """Return a peer's row, measured interleaved with the bare GEMMs.
 
     A row has the peer's ``name`` and its ``gemms`` per layer, and ``limit_ms``, their time in the same rounds;
@@ -155,7 +155,7 @@ def row_of(peer: Peer, case: ModuleCase, config: Any) -> Row:
         forward, step = partial(case.forward, layer), partial(case.step, layer)
         bare = partial(case.bare, peer.gemms)
         functions: dict[str, Callable[[], object]] = {"limit": bare, "forward": forward, "step": step}
-        timings = time_side_by_side(functions, device, warm=config.warm, reps=config.reps)
+        timings = time_side_by_side(functions, device, **rounds)
         forward_ms, ms, limit_ms = (timings[name].median_ms for name in ("forward", "step", "limit"))
         case.clear()
         kept = kept_above(forward, device) + case.x.nbytes - case.upstream.nbytes  # with the input, not the output
@@ -174,18 +174,16 @@ def row_of(peer: Peer, case: ModuleCase, config: Any) -> Row:
 
 def measure_modules(run: Run, make: Callable[..., ModuleCase]) -> None:
     """Measure what ``make`` returns for each shape by a run's peers."""
-    config, shapes = run.config, run.result.setdefault("shapes", [])
-    run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps}
-    for shape in config.shapes:
+    shapes = run.result["shapes"] = []
+    run.result |= {"dtype": run.dtype_name, **run.rounds}
+    for shape in run.config.shapes:
         case, rows = make(shape, run.dtype, run.device), list[Row]()
         shapes.append({**vars(shape), "tokens": len(case.x), "rows": rows})
-        run.fill(rows, f"\n{shape} {run.dtype_name}\n", TABLE, partial(row_of, case=case, config=config))
+        run.fill(rows, f"\n{shape} {run.dtype_name}\n", TABLE, partial(row_of, case=case, rounds=run.rounds))
         del case
         release(run.device)
 
 
-def main(config: Any, say: Callable[[str], object], command: str) -> int:
-    """Measure each shape, and return the exit status."""
-    with Run(config, say, command, PEERS) as run:
-        measure_modules(run, make_mlps)
-    return run.status
+def measure(run: Run) -> None:
+    """Measure each shape."""
+    measure_modules(run, make_mlps)

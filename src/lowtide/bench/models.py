@@ -93,7 +93,7 @@ def build_model(
         if variant.compiles_layers:
             layer.forward = torch.compile(layer.forward, dynamic=False)
         if policy.keep != "all":
-            layer.forward = Checkpointed(layer.forward, policy)
+            layer.forward = checkpointed(layer.forward, policy)
     return trained
 
 
@@ -143,18 +143,18 @@ def measure_steps(step: Callable[[], object], device: torch.device, *, warm: int
     return row | {"peak_gib": gib(cuda_peak_bytes()), **held}
 
 
-class Checkpointed:
-    """A layer's forward, ``function``, under PyTorch's checkpoint, which saves by a peer's policy."""
+def checkpointed(function: Callable[..., Any], policy: ActivationPolicy) -> Callable[..., Any]:
+    """Return a layer's forward under PyTorch's checkpoint, which saves by a peer's policy, in host memory if that
+    offloads.
+    """
+    more: dict[str, Any] = {"context_fn": _saving_attention} if policy.keep == "attention" else {}
 
-    def __init__(self, function: Callable[..., Any], policy: ActivationPolicy) -> None:
-        self.function, self._offload = function, policy.offload
-        self._more: dict[str, Any] = {"context_fn": _saving_attention} if policy.keep == "attention" else {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; what the checkpoint saves lies in host memory if the policy offloads."""
+    def forward(*args: Any, **kwargs: Any) -> Any:
         # save_on_cpu moves what checkpoint itself saves: inside of it other hooks take the rest
-        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._offload else nullcontext():
-            return checkpoint(self.function, *args, use_reentrant=False, **self._more, **kwargs)
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if policy.offload else nullcontext():
+            return checkpoint(function, *args, use_reentrant=False, **more, **kwargs)
+
+    return forward
 
 
 def _saving_attention() -> Any:

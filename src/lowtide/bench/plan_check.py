@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,46 +12,19 @@ from lowtide.bench.models import make_optimizer, measure_steps, random_model, tr
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine
+from lowtide.measure.text import table
 from lowtide.measure.units import gib
 from lowtide.memory import apply_policy, offload_optimizer, remove_policy
 from lowtide.models import patch
 from lowtide.plan import MemoryPlan
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanCheck:
-    """A plan beside what real steps took.
-
-    Attributes:
-        predicted_gib: the most that tensors take at once on the GPU, by the plan.
-        peak_gib: the same, measured.
-        predicted_seconds: of a step, by the plan.
-        seconds: of the median step, measured.
-        reserved_gib: that PyTorch's allocator held, with what it could not fill.
-        machine: hardware and versions.
-    """
-
-    predicted_gib: float
-    peak_gib: float
-    predicted_seconds: float
-    seconds: float
-    reserved_gib: float
-    machine: dict[str, Any]
-
-    def __str__(self) -> str:
-        lines = [f"{'':10}{'predicted':>11}{'measured':>11}{'off by':>11}"]
-        for name, predicted, measured, digits in (
-            ("peak GiB", self.predicted_gib, self.peak_gib, 2),
-            ("s a step", self.predicted_seconds, self.seconds, 3),
-        ):
-            off = predicted / measured - 1
-            lines.append(f"{name:10}{predicted:>11.{digits}f}{measured:>11.{digits}f}{off:>+11.1%}")
-        lines.append(f"PyTorch's allocator held {self.reserved_gib:.2f} GiB; {self.machine['gpu']}")
-        return "\n".join(lines)
-
-
-def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, steps: int = 3) -> PlanCheck:
+def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, steps: int = 3) -> dict[str, Any]:
     """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
+
+    Returns:
+        ``predicted_gib`` and ``peak_gib``, the most that tensors take at once; ``predicted_seconds`` and ``seconds`` of
+        the median step; ``reserved_gib``, which PyTorch's allocator held; ``machine``, hardware and versions.
 
     Raises:
         UnsupportedError: the plan is for weights in 4 bits; there is no GPU; the optimizer's library is missing, or
@@ -90,14 +62,26 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, 
             raise
         expected = f"{gib(plan.peak_bytes):.2f} GiB, as predicted, to be free on this GPU"
         raise UnsupportedError(message("check", expected, str(error).partition(". ")[0])) from error
-    return PlanCheck(
-        predicted_gib=gib(plan.peak_bytes),
-        peak_gib=measured["peak_gib"] - gib(before),
-        predicted_seconds=plan.seconds,
-        seconds=measured["seconds"],
-        reserved_gib=measured["reserved_gib"],
-        machine=describe_machine(),
-    )
+    return {
+        "predicted_gib": gib(plan.peak_bytes),
+        "peak_gib": measured["peak_gib"] - gib(before),
+        "predicted_seconds": plan.seconds,
+        "seconds": measured["seconds"],
+        "reserved_gib": measured["reserved_gib"],
+        "machine": describe_machine(),
+    }
+
+
+def check_text(check: Mapping[str, Any]) -> str:
+    """Return what `check_plan` found as a table."""
+    rows = [["", "predicted", "measured", "off by"]]
+    for name, predicted, measured, digits in (
+        ("peak GiB", check["predicted_gib"], check["peak_gib"], 2),
+        ("s a step", check["predicted_seconds"], check["seconds"], 3),
+    ):
+        rows.append([name, f"{predicted:.{digits}f}", f"{measured:.{digits}f}", f"{predicted / measured - 1:+.1%}"])
+    held = f"PyTorch's allocator held {check['reserved_gib']:.2f} GiB; {check['machine']['gpu']}"
+    return f"{table(rows)}\n{held}"
 
 
 def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.device) -> Any:

@@ -24,12 +24,7 @@ HEADS = {  # N, D, V
 
 
 def setting(
-    default: Any,
-    help: str,
-    *,
-    metavar: str | None = None,
-    least: int | None = None,
-    names: Iterable[Any] | None = None,
+    default: Any, help: str, *, metavar: str | None = None, least: int | None = None, names: Iterable[Any] | None = None
 ) -> Any:
     """Return a field that `lowtide.cli.parser.add_options` makes an option of.
 
@@ -55,12 +50,13 @@ class Shape(SimpleNamespace):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all benchmarks have. The docstring of a class of settings is the description in ``--help``.
+    """What all benchmarks have; a subclass's docstring is the description in ``--help``.
 
     Attributes:
         benchmark: the name of the subcommand, and of the result's file.
         summary: its line in ``lowtide bench --help``.
         examples: arguments, and what they do.
+        packages: whose versions a result has, besides its peers'.
 
     Raises:
         ArgumentValueError: a number that is too small.
@@ -69,22 +65,23 @@ class Settings:
     benchmark: ClassVar[str]
     summary: ClassVar[str]
     examples: ClassVar[Mapping[str, str]]
+    packages: ClassVar[tuple[str, ...]] = ()
     dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
     output: str = setting(".", "folder for the files that are written", metavar="DIR")
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, least = getattr(self, each.name), each.metadata.get("least")
-            if least is not None and value is not None:
-                values = value if isinstance(value, tuple | list) else (value,)
-                self.require(each.name, all(v >= least for v in values), f"a whole number of at least {least}")
+            value, least = getattr(self, each.name), each.metadata["least"]
+            values = value if isinstance(value, tuple | list) else (value,)
+            met = least is None or all(v >= least for v in values)
+            self.require(each.name, met, f"a whole number of at least {least}")
 
     def require(self, name: str, met: bool, expected: str) -> None:
         """Raise `ArgumentValueError` for a setting of this name unless the condition is met."""
         if not met:
             got = getattr(self, name)
-            text = " ".join(map(str, got)) or "none" if isinstance(got, tuple) else repr(got)
+            text = " ".join(map(str, got)) if isinstance(got, tuple) else repr(got)
             raise ArgumentValueError(message(name, expected, text))
 
     def check_here(self) -> None:
@@ -121,7 +118,7 @@ class ShapeSettings(RoundSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.shapes
+        self.shapes  # noqa: B018 - raises
 
     @property
     def shapes(self) -> list[Shape]:
@@ -135,13 +132,6 @@ class ShapeSettings(RoundSettings):
             self.require("shape", whole and len(numbers) == len(self.sizes), known)
             shapes.append(Shape(name=text, **dict(zip(self.sizes, map(int, numbers), strict=True))))
         return shapes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorSettings(ShapeSettings):
-    """What benchmarks of a head's values and gradients have."""
-
-    error: bool = setting(True, "do not compute the errors of values and gradients")
 
 
 def shape_setting(usual: str, sizes: Iterable[str] = ("N", "D", "V"), named: Iterable[str] = HEADS) -> Any:

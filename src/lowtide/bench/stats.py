@@ -23,10 +23,8 @@ from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 LOGPROB, ENTROPY, TOPK = "logprob", "entropy", "topk"  # the highest logits' values, without their classes
 SEVERAL = 8  # targets of a token, or highest logits
 ALL = (LOGPROB, ENTROPY, "lse", "mean_logit", "sum_sq_prob")
-_TITLES = {1: "no gradient", 3: "backward alone", 4: "forward and backward"}
 WORKS: dict[str, tuple[str, tuple[str, ...], int]] = {  # title, values, GEMMs
     "logprob-entropy": ("log-probability and entropy", (LOGPROB, ENTROPY), 4),
-    "logprob-entropy-backward": ("log-probability and entropy", (LOGPROB, ENTROPY), 3),
     "logprob": ("log-probability", (LOGPROB,), 4),
     "targets": (f"log-probabilities of {SEVERAL} targets a token", (LOGPROB,), 4),
     "logprob-forward": ("log-probability", (LOGPROB,), 1),
@@ -71,8 +69,8 @@ def stats_case(case: Case, work: str) -> StatsCase:
         y = torch.cat((y[:, None], torch.randint(0, len(w), (N, SEVERAL - 1), **random)), 1)
     upstream = {name: torch.randn(y.shape if name == LOGPROB else (N,), **random) / N for name in names if gemms > 1}
     x, w = (t.requires_grad_(gemms > 1) for t in (x, w))
-    more: Any = {"name": f"{title}, {_TITLES[gemms]}", "gemms": gemms, "backward_alone": gemms == 3}
-    return StatsCase(shape=case.shape, x=x, w=w, y=y, names=names, upstream=upstream, **more)
+    name = f"{title}, {'forward and backward' if upstream else 'no gradient'}"
+    return StatsCase(shape=case.shape, name=name, gemms=gemms, x=x, w=w, y=y, names=names, upstream=upstream)
 
 
 def stats_cases(run: Run, shape: Any) -> Iterator[StatsCase]:
@@ -98,12 +96,6 @@ def _lowtide(case: Case) -> Function:
 
 def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
     return stats_of((x @ w.T).float(), y, names)
-
-
-def _compiled(case: Case) -> Function:
-    if case.backward_alone:
-        raise UnsupportedError("frees its buffers in backward, which runs once")
-    return partial(compiled(_naive), case.x, case.w, case.y, case.names)
 
 
 def _checkpointed(case: Case) -> Function:
@@ -161,7 +153,7 @@ def _liger_scaled(case: Case, *, entropy: bool) -> Callable[..., Any]:
 PEERS = by_name(
     Peer(LOWTIDE, _lowtide),
     Peer("naive", lambda case: partial(_naive, case.x, case.w, case.y, case.names)),
-    Peer("compile", _compiled),
+    Peer("compile", lambda case: partial(compiled(_naive), case.x, case.w, case.y, case.names)),
     _peer("trl", _trl, "trl", entropy=True),
     _peer("liger-scaled", _liger_scaled, "liger-kernel", entropy=True),
     _peer("liger-native", liger_native, "liger-cute-kernels", entropy=True),
@@ -171,8 +163,6 @@ PEERS = by_name(
 )
 
 
-def main(config: Any, say: Callable[[str], object], command: str) -> int:
-    """Measure each work on each shape, and return the exit status."""
-    with Run(config, say, command, PEERS) as run:
-        measure_cases(run, stats_cases)
-    return run.status
+def measure(run: Run) -> None:
+    """Measure each work on each shape."""
+    measure_cases(run, stats_cases)

@@ -5,26 +5,24 @@ The axes are those requested for PyTorch's own function (pytorch/pytorch issue 1
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from lowtide.bench.case import Bench
-from lowtide.bench.config import SweepBenchConfig
 from lowtide.bench.harness import Peer, Row, Run
 from lowtide.bench.head import LOSS_TABLE, PEERS, bench_of, loss_row
 
+__all__ = ["PEERS", "measure"]
 
-def main(config: SweepBenchConfig, say: Callable[[str], object], command: str) -> int:
-    """Measure every shape, and return the exit status."""
-    with Run(config, say, command, PEERS) as run:
-        points = run.result["points"] = []
-        run.result |= {"dtype": run.dtype_name, "asked": config.recorded()}
-        for shape in config.points:
-            bench, rows = bench_of(run, shape), list[Row]()
-            sizes = {"N": shape.N, "D": shape.D, "V": shape.V, "gradients_mib": bench.gradients_mib}
-            points.append({**sizes, "limit_ms": bench.limit_ms, "limit_tflops": bench.tflops, "rows": rows})
-            run.fill(rows, bench.title(), LOSS_TABLE, partial(rated_row, bench))
-    return run.status
+
+def measure(run: Run) -> None:
+    """Measure every shape."""
+    points = run.result["points"] = []
+    run.result |= {"dtype": run.dtype_name, "asked": run.config.recorded()}
+    for shape in run.config.points:
+        bench, rows = bench_of(run, shape), list[Row]()
+        sizes = {"N": shape.N, "D": shape.D, "V": shape.V, "gradients_mib": bench.gradients_mib}
+        points.append({**sizes, "limit_ms": bench.limit_ms, "limit_tflops": bench.tflops, "rows": rows})
+        run.fill(rows, bench.title(), LOSS_TABLE, partial(rated_row, bench))
 
 
 def rated_row(bench: Bench, peer: Peer) -> Row:

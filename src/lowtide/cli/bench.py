@@ -59,7 +59,10 @@ def main(arguments: argparse.Namespace) -> int:
         sys.stderr.write(
             f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small}\n"
         )
-    return int(import_module(f"lowtide.bench.{name}").main(config, say, arguments.command))
+    from lowtide.bench.harness import run_benchmark
+
+    kind = import_module(f"lowtide.bench.{name}")
+    return run_benchmark(kind.measure, config, say, arguments.command, kind.PEERS)
 
 
 def _examples(name: str, examples: Mapping[str, str]) -> str:

@@ -179,12 +179,12 @@ def _write(arguments: argparse.Namespace, settings: dict[str, Any], plan: Memory
         width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
         sys.stdout.write(f"{plan.text(width, checkpointed=checkpointed)}\n")
     if arguments.check:
-        from lowtide.bench.plan_check import check_plan
+        from lowtide.bench.plan_check import check_plan, check_text
 
         checked = check_plan(settings, plan)
-        report["check"] = vars(checked)
-        status = int(checked.peak_gib > gib(plan.budget_bytes))
-        sys.stdout.write("" if quiet else f"\n{checked}\n")
+        report["check"] = checked
+        status = int(checked["peak_gib"] > gib(plan.budget_bytes))
+        sys.stdout.write("" if quiet else f"\n{check_text(checked)}\n")
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     if quiet:
         sys.stdout.write(text)

@@ -43,6 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     config = ProfileConfig(**given(arguments, ProfileConfig))
     config.check_here()  # before torch is loaded
-    from lowtide.profile.run import run_profile
+    from lowtide.bench.harness import run_benchmark
+    from lowtide.profile.run import profile
 
-    return run_profile(config, say, arguments.command)
+    return run_benchmark(profile, config, say, arguments.command)

@@ -23,7 +23,7 @@ class ProfileConfig(Settings):
         ArgumentValueError: a value that no run could use.
     """
 
-    benchmark = "profile"
+    benchmark, packages = "profile", ("liger-kernel", "peft", "bitsandbytes")
 
     model: str = setting(
         AUTO,
