@@ -71,7 +71,7 @@ def test_a_run_is_planned_as_its_config_says(tmp_path: Path, capsys: pytest.Capt
     assert main(["plan", str(file), "--gpu", "l4", "--batch-size", "2"]) == 0
     answer = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert answer[0].startswith("bfloat16 weights, layers in 4 bits: peak ")
-    assert "2 x 512 tokens, adamw, LoRA of rank 4 on all linear layers, on l4" in answer[1]
+    assert "2 x 512 tokens, adamw, LoRA of rank 4 on q_proj v_proj, on l4" in answer[1]  # peft's own for a Llama
     assert answer[2].startswith("with gradient_checkpointing, as the run has it: ")
     assert answer[2].endswith("2 x input/0")
 
@@ -115,7 +115,8 @@ def test_every_named_shape_is_planned() -> None:
         ("--gpus 2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
         ("--parallel zero3", "plan: parallel: expected --gpus above 1 beside it, got none."),
         ("--check --json /nowhere/x", "plan: json: expected a file in a folder that exists, got /nowhere/x.\n"),
-        ("nowhere.yaml", "plan: run: expected a config in YAML or JSON, got nowhere.yaml"),
+        ("nowhere.yaml", "plan: run: expected a config in YAML or JSON, got nowhere.yaml (No such file or directory)"),
+        ("qwen3-8b", "plan: run: expected a YAML file, got qwen3-8b. Give --model qwen3-8b."),
         pytest.param("--check", "check: expected a CUDA GPU", marks=NO_GPU),
     ],
 )

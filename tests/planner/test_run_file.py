@@ -11,7 +11,7 @@ import yaml
 
 from lowtide.errors import ArgumentValueError
 from lowtide.plan import Adapters
-from lowtide.plan.run_file import read_run
+from lowtide.plan.run_file import default_targets, read_run
 from promises import promise
 
 pytestmark = promise("commands")
@@ -54,6 +54,14 @@ def test_what_a_run_says(settings: dict[str, Any], expected: dict[str, Any], tmp
     assert found.arguments == expected
     assert found.four_bit == ("load_in_4bit" in settings)
     assert found.checkpointed == ("base_model" not in settings)
+    assert not found.default_targets
+
+
+def test_a_run_that_names_no_projections_adapts_those_of_peft(tmp_path: Path) -> None:
+    assert read(tmp_path, {**TRL, "use_peft": True}).default_targets
+    assert default_targets("qwen3") == ("q_proj", "v_proj")
+    with pytest.raises(ArgumentValueError, match=r"lora_target_modules: expected .* peft has none for nothing"):
+        default_targets("nothing")
 
 
 def test_deepspeeds_config_beside_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -113,6 +114,26 @@ def test_a_package_that_is_missing_is_named(
     says = f"{option.partition('=')[0]}.*expected {package} to be installed.*pip install {package}"
     with pytest.raises(ArgumentValueError, match=says):
         parse([*files.tune(output_dir="x"), option], fine_tunes=True)
+
+
+def test_a_models_name_is_looked_up_in_the_local_cache_alone(
+    files: Files, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a name of the Hub imports its client, which reads the environment at that moment."""
+    asked = []
+
+    def download(*_: str, local_files_only: bool) -> str:
+        asked.append((local_files_only, os.environ.get("HF_HUB_OFFLINE")))
+        raise OSError
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.delenv(name, raising=False)
+    wanted = files.tune(model_name_or_path="nobody/nothing", output_dir="nowhere")
+    refused(*wanted)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    refused(*wanted)
+    assert asked == [(True, "1"), (False, "0")]
 
 
 def test_what_is_not_there_is_said_before_a_library_is_loaded(files: Files) -> None:

@@ -117,6 +117,9 @@ def test_text_files_folders_and_saved_datasets_are_data(
     Dataset.from_list([TEXT] * 3).save_to_disk(str(tmp_path / "saved"))
     assert len(load_rows(found(files, tmp_path / "saved"))[0]) == 2
     write_rows(tmp_path / "folder.jsonl", [TEXT] * 4)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ArgumentValueError, match=r"empty.jsonl \(it is empty\)"):
+        load_rows(found(files, tmp_path / "empty.jsonl"))
     with pytest.raises(ArgumentValueError, match="HF_HUB_OFFLINE=0"):
         load_rows(found(files, "nobody/nothing"))
     with pytest.raises(ArgumentValueError, match="--dataset_train_split: expected one of the data's splits train"):

@@ -36,8 +36,10 @@ def test_text_is_cut_into_pieces_whose_order_the_seed_determines(tmp_path: Path)
     (tmp_path / "d.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(ArgumentValueError, match=r"UTF-8 text, got .*d.txt"):
         pieces(text_files(str(tmp_path)), 1)
-    with pytest.raises(ArgumentValueError, match="none in"):
-        text_files(str(tmp_path / "c.bin"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "no JSON is to be learnt"}')
+    for name in ("c.bin", "rows.jsonl"):
+        with pytest.raises(ArgumentValueError, match="none in"):
+            text_files(str(tmp_path / name))
 
 
 def test_held_out_blocks_come_first_and_no_more_is_tokenised_than_is_trained_on(files: Files) -> None:

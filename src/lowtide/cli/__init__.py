@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import sys
@@ -71,6 +72,7 @@ def _status(argv: Sequence[str] | None) -> int:
         arguments.unknown = unknown
     elif unknown:  # reported by the subcommand's parser, which has the right --help
         arguments.parser.refuse(unknown)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it wherever it is installed
     try:
         return int(arguments.main(arguments))
     except LowtideError as error:

@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from lowtide.measure.units import gib, parse_gib
 from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, Adapters, PlanArguments
 from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.gpus import GPUS, gpu_named
-from lowtide.plan.run_file import RunFile, read_run
+from lowtide.plan.run_file import RunFile, default_targets, read_run
 from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file
 
 if TYPE_CHECKING:
@@ -113,12 +113,16 @@ def main(arguments: argparse.Namespace) -> int:
         LowtideError: something that the user can fix.
     """
     check_output_files(json=None if arguments.json == "-" else arguments.json)  # before minutes of a check are spent
+    if arguments.run is not None and (arguments.run in SHAPES or Path(arguments.run, "config.json").is_file()):
+        raise ArgumentValueError(message("run", "a YAML file", arguments.run, f"Give --model {arguments.run}."))
     run = None if arguments.run is None else read_run(Path(arguments.run))
     for name, said in (("model", "--model"), ("seq_len", "--seq-len")):
         if run is None and getattr(arguments, name, None) is None:
             raise ArgumentValueError(message(name, f"{said}, or the config of a run", "none"))
     step = _step(arguments, {} if run is None else run.arguments)
     settings = _settings(arguments, run)
+    if run is not None and run.default_targets and arguments.lora_rank is None and step.adapters is not None:
+        step = replace(step, adapters=replace(step.adapters, targets=default_targets(settings["model_type"])))
     if sys.stderr.isatty():  # importing and tracing take seconds
         sys.stderr.write(f"lowtide plan: {settings['model_type']}: one layer of each kind is traced, without weights\n")
     from lowtide.plan.planning import plan_step

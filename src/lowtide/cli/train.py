@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
+import textwrap
 import warnings
 from typing import Any
 
@@ -22,9 +22,16 @@ library, in about two minutes on two CPU cores. Checkpoints and the final model 
 `trl sft --help` lists TRL's options: --model_name_or_path, --dataset_name, --output_dir, --max_length, --learning_rate,
 --per_device_train_batch_size, --packing, --use_peft, --load_in_4bit, --config run.yaml, --accelerate_config fsdp2, ...
 Defaults differ in few: no bf16 where there is no GPU, lora_dropout 0, a NaN is logged as one.
-Random weights have --model_name_or_path (a config.json, or one of {names}),
---dataset_name (text files), --max_length, --dtype, --attn_implementation and --tokenizer_name; from random weights the
-schedule is a cosine of 500 steps."""
+Random weights have --model_name_or_path (a config.json or a name from below), --dataset_name (text files),
+--max_length, --dtype, --attn_implementation and --tokenizer_name; the schedule is a cosine of 500 steps. The names:
+{names}"""
+
+_OPTIONS = {  # what the functions call otherwise
+    "model": "--model_name_or_path",
+    "memory_budget": "--memory-budget",
+    "budget_gib": "--memory-budget, in GiB",
+    "host_budget": "--host-budget",
+}
 
 _EXAMPLES = """\
 examples:
@@ -58,9 +65,10 @@ can make training ten times slower there."""
 
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
-    parser.description, parser.epilog = _DESCRIPTION.replace("{names}", ", ".join(SHAPES)), _EXAMPLES
+    names = textwrap.fill(", ".join(SHAPES), 120, break_on_hyphens=False)
+    parser.description, parser.epilog = _DESCRIPTION.replace("{names}", names), _EXAMPLES
     add_options(parser, RunArguments)
-    parser.set_defaults(main=main, parser=parser, options_of={"model": "--model_name_or_path"}, unknown=[])
+    parser.set_defaults(main=main, parser=parser, options_of=_OPTIONS, unknown=[])
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -73,8 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
     words = [*arguments.unknown, *words_of(given(arguments, RunArguments))]
     if launch := launch_words(words):
         return _launch(*launch)
-    fine_tunes = check_early(words)
     _stay_offline(pushes=peek(words).get("push_to_hub", "false").lower() == "true")
+    fine_tunes = check_early(words)  # may import the Hub's client, which reads the environment once
     from lowtide.train.ranks import is_first_rank
 
     if "transformers" not in sys.modules and is_first_rank():
@@ -106,14 +114,12 @@ def _launch(launcher: list[str], words: list[str]) -> int:
 def _stay_offline(*, pushes: bool) -> None:
     """Send no telemetry, and call the Hub only where the user configured it or the run pushes its model there."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if not pushes:
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            os.environ.setdefault(name, "1")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ.setdefault(name, "0" if pushes else "1")
 
 
 def _quiet() -> None:
     """Leave out other libraries' warnings to each other, the place in their code of all others, and bars in a pipe."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it wherever it is installed
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
         from transformers.utils import logging as of_transformers

@@ -28,6 +28,7 @@ class RunFile(NamedTuple):
     four_bit: bool
     nested: bool
     checkpointed: bool  # the run's own setting: every layer saves its input
+    default_targets: bool  # peft is to know which projections are adapted
 
 
 def read_run(file: Path) -> RunFile:
@@ -50,10 +51,10 @@ def read_run(file: Path) -> RunFile:
         "optimizer": optimizer_of(str(run.get("optimizer" if axolotl else "optim", "adamw_torch_fused"))),
         "keep_gradients": (run.get("gradient_accumulation_steps") or 1) > 1,
     }
+    names = run.get("lora_target_modules")
+    names = names.split() if isinstance(names, str) else names
+    every = names == ["all-linear"] or run.get("lora_target_linear")
     if adapted:
-        names = run.get("lora_target_modules")
-        names = names.split() if isinstance(names, str) else names
-        every = names in (None, ["all-linear"]) or run.get("lora_target_linear")
         found["adapters"] = Adapters(run.get("lora_r", 16), () if every else tuple(names or ()))
     dtype = run.get("dtype", run.get("torch_dtype"))
     if axolotl:  # which casts the model, where float32 is not asked for
@@ -67,7 +68,22 @@ def read_run(file: Path) -> RunFile:
     if deepspeed := run.get("deepspeed"):
         found |= _deepspeed(deepspeed if isinstance(deepspeed, Mapping) else _read(_beside(file, str(deepspeed))))
     checkpointed = bool(run.get("gradient_checkpointing", not axolotl))
-    return RunFile(model, found, four_bit, bool(run.get("use_bnb_nested_quant", axolotl)), checkpointed)
+    nested, by_peft = bool(run.get("use_bnb_nested_quant", axolotl)), adapted and not (every or names)
+    return RunFile(model, found, four_bit, nested, checkpointed, by_peft)
+
+
+def default_targets(model_type: str) -> tuple[str, ...]:
+    """Return the projections that peft adapts in a type of model where a run names none.
+
+    Raises:
+        ArgumentValueError: It knows none: the run would end in an error, too.
+    """
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
+
+    if not isinstance(found := TARGETS.get(model_type), list):
+        got = f"none, and peft has none for {model_type}"
+        raise ArgumentValueError(message("lora_target_modules", "names of projections, or all-linear", got))
+    return tuple(found)
 
 
 def optimizer_of(name: str) -> str:
@@ -111,7 +127,8 @@ def _read(file: Path) -> dict[str, Any]:
 
             found = yaml.safe_load(text)
     except (OSError, ValueError, ImportError) as error:
-        raise ArgumentValueError(message("run", "a config in YAML or JSON", f"{file} ({error})")) from error
+        why = getattr(error, "strerror", None) or error
+        raise ArgumentValueError(message("run", "a config in YAML or JSON", f"{file} ({why})")) from error
     except Exception as error:  # of yaml's parser
         raise ArgumentValueError(message("run", "a config in YAML", f"{file} ({error})".replace("\n", " "))) from error
     if not isinstance(found, dict):

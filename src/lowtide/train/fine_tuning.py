@@ -80,11 +80,11 @@ def _load(script: Any) -> Mapping[str, Any]:
             saved = load_from_disk(str(path))
             return saved if isinstance(saved, dict) else {"train": saved}
         return load_dataset(str(path) if path.is_dir() else script.dataset_name, **more)  # type: ignore[no-any-return]
-    except (DatasetGenerationError, OSError, ValueError, RuntimeError) as error:
+    except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
         if path.is_file() and path.suffix == _LINES:
             _check_lines(path)
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        got = f"{script.dataset_name} ({' '.join(str(cause).split())[:300]})"
+        got = f"{script.dataset_name} ({' '.join(str(cause).split())[:300] or 'it is empty'})"
         hint = "" if path.exists() else "HF_HUB_OFFLINE=0 in the environment lets datasets download it."
         raise ArgumentValueError(message("--dataset_name", "data that datasets can read", got, hint)) from error
 

@@ -23,7 +23,7 @@ from lowtide.measure.resident import (
 from lowtide.measure.units import mib
 
 WARM_STEPS = 2  # the first steps make the optimizer states and fill caches: left out of times and peaks
-_LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
+_LAST = 10  # single steps are noisy: the loss at the end is the mean of so many, and at most of the run's second half
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,8 @@ class RunResult:
     @property
     def last_loss(self) -> float:
         """The mean loss of the run's last logged steps."""
-        return statistics.fmean(self.losses[step] for step in sorted(self.losses)[-_LAST:])
+        last = sorted(self.losses)[-_LAST:][-max(1, len(self.losses) // 2) :]
+        return statistics.fmean(self.losses[step] for step in last)
 
     def lines(self) -> Iterator[str]:
         """Yield the numbers as a person reads them."""

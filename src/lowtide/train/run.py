@@ -190,17 +190,22 @@ def _sequences(args: Any) -> int:
 def _start(found: Arguments, trainer: Any) -> list[str]:
     """Return lines about what is about to be trained."""
     args = trainer.args
-    numbers = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
+    numbers = [  # a shard of ZeRO-3 has another name for them, and 4 bits are two in a byte
+        (2 * p.nbytes if hasattr(p, "quant_state") else getattr(p, "ds_numel", p.numel()), p.requires_grad)
+        for p in trainer.model.parameters()
+    ]
     of_all, trained = sum(n for n, _ in numbers), sum(n for n, grad in numbers if grad)
     adapters = f", {trained / 1e6:,.2f} M of them trained" if trained < of_all else ""
     length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
     most = (found.training if found.fine_tunes else found.model).max_length
+    packed = ", layers in 4 bits" if getattr(found.model, "load_in_4bit", False) else ""
     engine = trainer.accelerator.distributed_type.value.replace("MULTI_GPU", "DDP").replace("MULTI_CPU", "DDP")
     return [
         f"model    {found.model.model_name_or_path}: {of_all / 1e6:,.1f} M parameters{adapters}",
         f"steps    {length} of {_sequences(args)} sequences of at most {most} tokens, on {args.world_size} x "
         f"{args.device.type}{f', {engine}' if args.world_size > 1 else ''}",
-        f"dtypes   weights {found.model.dtype}, GEMMs {found.gemm_dtype}; learning rate up to {args.learning_rate:g}",
+        f"dtypes   weights {found.model.dtype}{packed}, GEMMs {found.gemm_dtype}; "
+        f"learning rate up to {args.learning_rate:g}",
     ]
 
 

@@ -39,7 +39,7 @@ def text_files(name: str | None) -> list[Path]:
     files = [root] if root.is_file() else sorted(p for p in root.rglob("*.*" if name else "*.py") if p.is_file())
     if name is None:
         files = [path for path in files if not _SKIPPED & {*path.relative_to(root).parts}]
-    if found := [path for path in files if _is_text(path)]:
+    if root.suffix != ".jsonl" and (found := [path for path in files if _is_text(path)]):
         return found
     hint = "To train random weights on a dataset, save its text; a pretrained model takes every dataset."
     raise ArgumentValueError(message("--dataset_name", "UTF-8 text files", f"none in {root}", hint))

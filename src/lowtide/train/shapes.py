@@ -34,8 +34,9 @@ def config_file(name: str) -> Path:
     if isinstance(found, str):
         from huggingface_hub import hf_hub_download
 
+        cached = os.environ.get("HF_HUB_OFFLINE", "1") != "0"
         try:
-            return Path(hf_hub_download(found, "config.json"))
+            return Path(hf_hub_download(found, "config.json", local_files_only=cached))
         except (OSError, ValueError) as error:
             expected = "a folder, a config.json, or a model of the Hub in its local cache"
             raise ArgumentValueError(message("model", expected, repr(name), f"hf download {name}")) from error
