@@ -81,7 +81,7 @@ def row_of(case: Case, device: Any) -> dict[str, Any]:
     return {
         "keep": str(plan.chosen),
         "peak_phase": str(plan.phase),
-        "host_gib": gib(plan.host_bytes),
+        "host_gib": gib(plan.chosen.host),
         "peak_off": checked["predicted_gib"] / checked["peak_gib"] - 1,
         "seconds_off": checked["predicted_seconds"] / checked["seconds"] - 1,
         **measured,

@@ -44,7 +44,7 @@ def test_the_plan_is_printed_and_its_file_written(tmp_path: Path, capsys: pytest
     [
         (
             "--budget 24GB --host 2GiB --batch-size 4 --grad-accum 2 --optimizer adamw-8bit --dtype bfloat16",
-            {"batch_size": 4, "budget_gib": 24e9 / 2**30, "host_gib": 2, "optimizer": "adamw-8bit",
+            {"batch_size": 4, "budget_gib": "24GB", "host_gib": 2, "optimizer": "adamw-8bit",
              "keep_gradients": True, "dtype": "bfloat16"},
         ),
         (
@@ -97,7 +97,7 @@ def test_every_named_shape_is_planned() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("--budget '40 parsecs'", "plan: budget: expected a size such as 40GiB"),
+        ("--budget '40 parsecs'", "plan: budget, in GiB: expected a size such as 40GiB"),
         ("--budget 1GiB", "plan: budget, in GiB: expected at least"),
         ("--gpu h10", "got 'h10'. Did you mean h100?"),
         ("--model .", "model: expected a folder with a config.json, a config as a .json file, or"),

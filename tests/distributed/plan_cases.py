@@ -77,7 +77,7 @@ def fsdp2() -> None:
         settings = {"device": "h100", "gpus": dist.get_world_size(), "parallel": "fsdp2", "autocast": True}
         options = HeadOptions(accumulate="input")
         plan = plan_memory(model.config, T, 1, options=options, **settings)
-        plan = replace(plan, chosen=plan.front[0]) if tied else plan  # which recomputes layers
+        plan = replace(plan, chosen=plan.search.front[0]) if tied else plan  # which recomputes layers
         model.config.use_cache = False
         patch(model, options=options)
         apply_policy(model, plan.policies)
@@ -101,7 +101,7 @@ def fsdp2() -> None:
         )  # fmt: skip
         where = f"tied {tied}, {plan.title}, {plan.chosen}"
         assert most == pytest.approx(seen.peak_bytes, rel=0.04), where
-        assert received[0] == plan.exchanged.bytes, where
+        assert received[0] == plan.search.costs.ranks.exchanged.bytes, where
 
 
 if __name__ == "__main__":

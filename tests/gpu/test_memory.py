@@ -333,7 +333,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.parametrize(("share", "host_gib"), [(0.02, 0), (0.7, 0), (0.3, 4), (1.0, 4)])
 def test_a_step_takes_what_is_planned(share: float, host_gib: float) -> None:
     settings = read_settings(SETTINGS)
-    front = plan_memory(settings, 8192, 1, host_gib=host_gib, dtype=DTYPE).front
+    front = plan_memory(settings, 8192, 1, host_gib=host_gib, dtype=DTYPE).search.front
     budget = front[0].peak + share * (front[-1].peak - front[0].peak)
     plan = plan_memory(settings, 8192, 1, budget / 2**30, host_gib, dtype=DTYPE)
     checked = check_plan(settings, plan, warm=1, steps=1)
@@ -345,7 +345,7 @@ def test_a_step_takes_what_is_planned(share: float, host_gib: float) -> None:
 def test_a_step_with_offloaded_states_takes_what_is_planned(late: bool) -> None:
     """At the leanest and at a middling budget, states that come back with the layers or behind them."""
     settings = read_settings(SETTINGS)
-    front = plan_memory(settings, 16384, 1, host_gib=24, dtype=DTYPE).front
+    front = plan_memory(settings, 16384, 1, host_gib=24, dtype=DTYPE).search.front
     found = [one for one in front if one.states and one.late == late]
     for one in (found[0], found[len(found) // 2]):
         plan = plan_memory(settings, 16384, 1, one.peak / 2**30, 24, dtype=DTYPE)

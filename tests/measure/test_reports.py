@@ -39,13 +39,13 @@ def test_what_is_no_size() -> None:
     for text in ("", "GiB", "4e3", "1,5", "40GiBs", "-4G", "nan", "٤٠", "40 GiB GiB", "4P"):
         with pytest.raises(ArgumentValueError, match=r"^budget: expected a size such as 40GiB"):
             parse_gib("budget", text)
-    for wrong in (True, None, "40", b"40G", [40]):
+    for wrong in (True, None, b"40G", [40]):
         with pytest.raises(ArgumentTypeError, match=r"^budget_gib: expected a number of GiB, or a text"):
             as_gib("budget_gib", wrong)
 
 
 def test_arguments_in_gib() -> None:
-    assert as_gib("budget_gib", 40) == as_gib("budget_gib", 40.0) == as_gib("budget_gib", "40GiB") == 40
+    assert {as_gib("budget_gib", size) for size in (40, 40.0, "40GiB", "40")} == {40}
     assert as_gib("budget_gib", Fraction(1, 2)) == 0.5
     assert as_gib("budget_gib", 10**400) == math.inf
 

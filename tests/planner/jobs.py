@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from lowtide.memory import ActivationPolicy
+from lowtide.memory.policy import parse_policies
 from lowtide.plan import MemoryPlan, PlanArguments, plan_memory
 from lowtide.plan.job import Job
 from lowtide.plan.layer_costs import LayerCost, layer_costs
@@ -32,6 +34,12 @@ def one_of(costs: StepCosts, groups: Groups) -> Candidate:
     """A mixture with what it takes, all optimizer states on the GPU."""
     step = costs.step(groups)
     return Candidate(tuple(groups), costs.peaks(step)[0], step.host, step.seconds)
+
+
+def groups_of(text: str) -> Groups:
+    """A text's policies of several layers, as runs of equal ones."""
+    policies: Any = parse_policies(text)
+    return [(policy, len(list(equal))) for policy, equal in groupby(policies)]
 
 
 def phases_of(job: Job, *groups: tuple[ActivationPolicy, int], **states: Any) -> dict[str, Phase]:

@@ -9,7 +9,6 @@ import torch
 
 from lowtide import plan_head
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.policy import layer_policies, mixture_of
 from lowtide.plan import Adapters
 from lowtide.plan.config import nf4
 from lowtide.plan.gpus import GPUS
@@ -18,7 +17,7 @@ from lowtide.plan.layer_costs import PAGES
 from lowtide.plan.sharding import BUCKET, LIVE, SUB_GROUP
 from lowtide.plan.step_costs import BESIDE, WORKSPACE, StepCosts, runs_of
 from lowtide.train.shapes import SHAPES
-from planner.jobs import FEW, FLASH_STATES, GIB, cost_of, job_of, one_of, phases_of
+from planner.jobs import FEW, FLASH_STATES, GIB, cost_of, groups_of, job_of, one_of, phases_of
 from promises import promise
 
 pytestmark = promise("plans")
@@ -219,7 +218,7 @@ def test_steps_on_an_h100_took_what_is_planned(
     model: str, tokens: int, optimizer: str, policy: str, gib: float, seconds: float
 ) -> None:
     job = job_of(model, tokens, optimizer=optimizer)
-    found = one_of(StepCosts(job), mixture_of(layer_policies(policy, job.layers)))
+    found = one_of(StepCosts(job), groups_of(policy))
     assert found.peak / GIB == pytest.approx(gib, rel=0.03)
     assert found.seconds == pytest.approx(seconds, rel=0.15)
 

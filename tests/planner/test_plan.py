@@ -18,7 +18,8 @@ from lowtide.memory.policy import words_of
 from lowtide.plan import Adapters, MemoryPlan, plan_memory
 from lowtide.plan.config import nf4
 from lowtide.plan.gpus import GPUS
-from lowtide.plan.search import Candidate, ladder
+from lowtide.plan.job import Job
+from lowtide.plan.search import Candidate
 from lowtide.train.shapes import SHAPES
 from planner.jobs import FEW, GIB, plan
 from promises import promise
@@ -31,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All mixtures of a model of 4 layers in the order of memory, one by one, for budgets from the least up."""
     search = plan(seq_len=seq_len, budget=60, host_gib=host_gib).search
-    saved = {policy: int(search.costs.of_layers(policy)["saved"].sum()) for policy in ladder(search.job)}
+    saved = {policy: int(search.costs.of_layers(policy)["saved"].sum()) for policy in search.ladder}
     by_memory = sorted(saved, key=lambda policy: (0, saved[policy]) if policy.offload else (saved[policy], 0))
     every = []
     for layers in itertools.combinations_with_replacement(by_memory, 4):
@@ -53,9 +54,9 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
 def test_the_last_resort_is_one_input_for_several_layers() -> None:
     """Chosen where nothing else fits, and never where it does."""
     given: dict[str, Any] = {"model": SHAPES["llama-3.2-1b"], "seq_len": 65536, "optimizer": "sgd"}
-    front = plan(budget=74, **given).front
+    front = plan(budget=74, **given).search.front
     most = [one for one in front if any(policy.every > 1 for policy in one.policies)]
-    assert most == list(front[: len(most)])
+    assert most == front[: len(most)]
     tight = plan(budget=most[-1].peak / GIB, **given)
     assert any(policy.every > 1 for policy in tight.policies)
     assert words_of(tight.chosen.groups) in str(tight)
@@ -79,11 +80,20 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
     assert "sgd" not in text, "nobody would take it"
 
 
+def test_few_plans_are_asked_for_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    readings = Job.readings
+    monkeypatch.setattr(Job, "readings", lambda job, level: asked.append(job.seq_len) or readings(job, level))
+    with pytest.raises(ArgumentValueError, match=r"seq_len=\d+ fits"):
+        plan(budget=8, seq_len=2**24)
+    assert len(set(asked)) <= 5
+
+
 def test_what_helps_where_states_alone_do_not_fit() -> None:
     llama = SHAPES["llama-3-8b"]
     with pytest.raises(ArgumentValueError, match=r"help: .*states alone take 59\.83 GiB: train adapters \(LoRA\) or"):
         plan(llama, budget=30)
-    with pytest.raises(ArgumentValueError, match=r"help: optimizer adamw-8bit fits; .* alone take 59\.83 GiB"):
+    with pytest.raises(ArgumentValueError, match=r"help: optimizer=adamw-8bit fits; .* alone take 59\.83 GiB"):
         plan(llama, budget=50)
     with pytest.raises(ArgumentValueError, match="or store weights and states in 16 bits"):
         plan(llama, budget=30, dtype=None)
@@ -100,7 +110,7 @@ def test_what_helps_where_states_alone_do_not_fit() -> None:
 
 def chosen_where(is_wanted: Callable[[Candidate], bool], **given: Any) -> MemoryPlan:
     """A plan in a budget in which something wanted is the fastest."""
-    wanted = [one for one in plan(budget=60, **given).front if is_wanted(one)]
+    wanted = [one for one in plan(budget=60, **given).search.front if is_wanted(one)]
     return plan(budget=wanted[len(wanted) // 2].peak / GIB, **given)
 
 
@@ -201,7 +211,7 @@ def test_a_model_on_the_meta_device_is_planned_like_its_config() -> None:
         ({"batch_size": True}, ArgumentTypeError, "batch_size"),
         ({"budget_gib": 0}, ArgumentValueError, "budget_gib"),
         ({"budget_gib": float("nan")}, ArgumentValueError, "budget_gib"),
-        ({"budget_gib": "40"}, ArgumentTypeError, "budget_gib"),
+        ({"budget_gib": "40 parsecs"}, ArgumentValueError, "budget_gib"),
         ({"host_gib": 10**400}, ArgumentValueError, "host_gib"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib"),
         ({"link": 0}, ArgumentValueError, "link"),

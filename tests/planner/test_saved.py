@@ -13,7 +13,7 @@ import lowtide
 from four_bit import in_four_bits
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.policy import layer_policies, mixture_of, parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.mlp import elementwise
 from lowtide.plan import Adapters
 from lowtide.plan import model as model_file
@@ -22,7 +22,7 @@ from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.layer_costs import layer_costs
 from lowtide.plan.step_costs import StepCosts
 from models.tiny import HEAD_DIMS, tiny_config
-from planner.jobs import cost_of, job_of
+from planner.jobs import cost_of, groups_of, job_of
 from promises import promise
 
 transformers = pytest.importorskip("transformers")
@@ -211,10 +211,9 @@ def test_a_loop_over_tokens_is_read_in_short_sequences(monkeypatch: pytest.Monke
 def both_of(config: Any, text: str, tokens: int, *, keep_gradients: bool = False) -> list[tuple[int, int]]:
     """What a step of float32 holds after forward and at most in backward, by the allocator and by the planner."""
     torch.manual_seed(0)
-    layers = config.num_hidden_layers
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     lowtide.patch(model)
-    apply_policy(model, layer_policies(text, layers))
+    apply_policy(model, parse_policies(text))
     ids = torch.randint(1, config.vocab_size, (1, tokens))
     model(input_ids=ids, labels=ids).loss.backward()
     model.zero_grad(set_to_none=not keep_gradients)
@@ -227,7 +226,7 @@ def both_of(config: Any, text: str, tokens: int, *, keep_gradients: bool = False
     job = job_of(config.to_dict(), tokens, dtype=FP32, autocast=False, keep_gradients=keep_gradients)
     costs = StepCosts(job)
     there = costs.weights + costs.other + costs.all_gradients * keep_gradients
-    phases = costs.phases(mixture_of(layer_policies(text, layers)))
+    phases = costs.phases(groups_of(text))
     most = max(phase.bytes for phase in phases if phase.name in ("backward", "embedding"))
     head = next(phase.bytes for phase in phases if phase.name == "head")
     return [(left, left + backward.peak_bytes), (head - there, most - there)]
@@ -261,7 +260,7 @@ def test_one_input_for_several_layers_saves_what_is_planned(text: str) -> None:
     sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 8, "tie_word_embeddings": False}
     config = transformers.AutoConfig.for_model("llama", **sizes)
     every, plain = (both_of(config, each, 512) for each in (text, "8 x input/1"))
-    states = sum(layer.every > 1 for layer in layer_policies(text, 8)) * torch.get_rng_state().numel()
+    states = sum(n for policy, n in groups_of(text) if policy.every > 1) * torch.get_rng_state().numel()
     saved, most = [(a - b) - (c - d) for a, b, c, d in zip(*every, *plain, strict=True)]
     assert saved == states
     assert 0 <= most <= states

@@ -95,6 +95,8 @@ def test_the_text_part_of_a_config_is_read() -> None:
     text = {"model_type": "llama", **SMALL}
     whole = {"model_type": "llava", "text_config": text}
     assert read_settings(whole) == {**read_settings(text), "part_of": "llava"}
+    tied = {"tie_word_embeddings": True, "text_config": {**text, "tie_word_embeddings": False}, "vision_config": {}}
+    assert read_settings(tied).items() >= read_settings(text).items(), "of a whole without a type"
     (note,) = [note for note in plan_memory(whole, 64, 1, 1).notes if "llava" in note]
     assert "only the text part of llava is planned" in note
 

@@ -101,5 +101,5 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
         model = get_peft_model(model, LoraConfig(r=job.adapters.rank, target_modules=job.adapters.target_modules))
     patch(model, options=job.options)
     offloaded = any(policy.offload for policy in plan.policies)
-    apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)
+    apply_policy(model, plan.policies, host_gib=gib(plan.search.host_bytes) if offloaded else None)
     return model

@@ -14,7 +14,7 @@ from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.output_files import check_output_files
-from lowtide.measure.units import gib, parse_gib
+from lowtide.measure.units import gib
 from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, Adapters, PlanArguments
 from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.gpus import GPUS, gpu_named
@@ -30,7 +30,6 @@ Predict the memory and the time of a language model's training step, and choose 
 that the step is the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's
 config alone: no weights, no GPU. Prints the answer, the bytes of every phase, and what is assumed."""
 
-_SIZES = {"budget_gib": "budget", "host_gib": "host", "link": "link"}
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
     "host_gib": "host, in GiB",
@@ -141,9 +140,6 @@ def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArgument
         options = HeadOptions(workspace_mib=arguments.workspace_mib)
     names = {each.name for each in fields(PlanArguments)} - {"options", "adapters"}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    for name, said in _SIZES.items():
-        if name in given:
-            given[name] = parse_gib(said, given[name])
     for name in ("parallel", "link"):
         if name in given and given.get("gpus", 1) == 1:
             raise ArgumentValueError(message(name, "--gpus above 1 beside it", str(given.get("gpus", "none"))))

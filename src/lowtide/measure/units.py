@@ -45,13 +45,13 @@ def parse_gib(name: str, text: str) -> float:
 
 
 def as_gib(name: str, size: object) -> float:
-    """Return argument ``name`` in GiB: a number, or a text with a unit, as in `parse_gib`.
+    """Return argument ``name`` in GiB: a number, or a text as in `parse_gib`.
 
     Raises:
-        ArgumentTypeError: It is neither, or a text of digits alone.
+        ArgumentTypeError: It is neither.
         ArgumentValueError: The text is not a size.
     """
-    if isinstance(size, str) and any(c.isalpha() for c in size):
+    if isinstance(size, str):
         return parse_gib(name, size)
     if isinstance(size, bool) or not isinstance(size, Real):
         raise ArgumentTypeError(message(name, "a number of GiB, or a text such as '40GiB'", f"{size!r}"))

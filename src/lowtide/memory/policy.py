@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
@@ -124,12 +123,6 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
     return policies
 
 
-def layer_policies(text: str, layers: int) -> list[ActivationPolicy]:
-    """Return the policy of each of so many layers; otherwise as `parse_policies`."""
-    found = parse_policies(text, layers)
-    return found if isinstance(found, list) else [found] * layers
-
-
 def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
     """Return a policy without its part on optimizer states, and that part.
 
@@ -175,8 +168,3 @@ def word_of(policy: ActivationPolicy) -> str:
 def words_of(mixture: Iterable[tuple[ActivationPolicy, int]]) -> str:
     """Return the policies of a model's layers as `parse_policies` reads them."""
     return ", ".join(f"{count} x {word_of(policy)}" for policy, count in mixture)
-
-
-def mixture_of(policies: Iterable[ActivationPolicy]) -> Mixture:
-    """Return policies of single layers as runs of equal ones."""
-    return tuple((policy, len(list(equal))) for policy, equal in groupby(policies))

@@ -40,7 +40,7 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
     if isinstance(config, Mapping):
-        config = _made(_decoded(config))
+        config = _made(config)
     if not callable(getattr(config, "get_text_config", None)):
         expected = "a transformers model or config, a dictionary, or the path of a config.json"
         raise ArgumentTypeError(message("model_or_config", expected, type(model_or_config).__name__))
@@ -61,7 +61,9 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
 
 
 def _made(settings: Mapping[str, Any]) -> Any:
-    """Return transformers' config of a dictionary."""
+    """Return transformers' config of a dictionary; of its text part where the whole has no type."""
+    if "model_type" not in settings and isinstance(text := settings.get("text_config"), Mapping):
+        settings = {name: value for name, value in {**settings, **text}.items() if name != "text_config"}
     if not isinstance(settings.get("model_type"), str):
         raise ArgumentValueError(message("model_type", "the name of an architecture in the config", "none"))
     try:
@@ -76,19 +78,15 @@ def _made(settings: Mapping[str, Any]) -> Any:
         raise ArgumentValueError(message("model_or_config", "a config that transformers accepts", why)) from error
 
 
-def _decoded(value: Any) -> Any:
-    """Return JSON's values with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {name: _decoded(one) for name, one in value.items()}
-    return [_decoded(one) for one in value] if isinstance(value, list) else value
+def _decoded(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as ``{"__float__": "Infinity"}``; any other object as it is."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _read_file(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     try:
-        settings = json.loads(file.read_text())
+        settings = json.loads(file.read_text(), object_hook=_decoded)
     except (OSError, ValueError) as error:
         hint = (
             "Nothing is fetched from the network: pass transformers' config or model, or the path of a downloaded one."
@@ -119,19 +117,15 @@ def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if layers < 1:
         raise ArgumentValueError(message("layers", "at least 1", str(layers)))
     old = settings.get("num_hidden_layers")
-    lists = {name: value for name, value in settings.items() if _is_by_layer(name, value, old)}
-    repeated = {name: (value * -(-layers // len(value)))[:layers] for name, value in lists.items()}
+    repeated: dict[str, Any] = {
+        name: (value * -(-layers // len(value)))[:layers]
+        for name, value in settings.items()
+        if isinstance(value, list | tuple) and value
+        if name in _LAYER_TYPES or ("layer" in name and len(value) == old)
+    }
     if own := settings.get("per_layer_config"):  # of some layers, by their index
         repeated["per_layer_config"] = {layer: value for layer, value in own.items() if int(layer) < layers}
     return {**settings, **repeated, "num_hidden_layers": layers}
-
-
-def _is_by_layer(name: str, value: Any, layers: int | None) -> bool:
-    """Return whether a config's field has the kind of each layer: a name or a switch."""
-    if not isinstance(value, list | tuple) or not value:
-        return False
-    kinds = all(isinstance(one, str) or one in (0, 1) for one in value)
-    return name in _LAYER_TYPES or (kinds and "layer" in name and len(value) == layers)
 
 
 def nf4(*, nested: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.plan.arguments import DDP, OPTIMIZERS, ZERO3, PlanArguments
-from lowtide.plan.config import BYTES, SCALES, Quantised, is_module, quantised, read_settings
+from lowtide.plan.config import BYTES, Quantised, is_module, quantised, read_settings
 from lowtide.plan.gpus import Gpu, find_gpu
 from lowtide.plan.model import MEASURE, MetaModel, Reading, Run, meta_model, refused
 
@@ -124,11 +124,6 @@ class Job(PlanArguments):
             return self.model.readings(run)
 
     @property
-    def attends(self) -> bool:
-        """Return whether every kind of layer runs fused attention."""
-        return all(reading.attended > 0 for reading in self.readings(self.levels[0]))
-
-    @property
     def levels(self) -> tuple[int | None, ...]:
         """Return the levels of its layers' fused MLPs that a policy can set."""
         return (0, 1) if self.fused_mlp and self.model.levels else (None,)
@@ -164,11 +159,6 @@ class Job(PlanArguments):
         return int(self.operand.itemsize)
 
     @property
-    def gemm_rate(self) -> float:
-        """Return the FLOP per second of the GEMMs."""
-        return self.gpu.gemm(self.narrow)
-
-    @property
     def link_rate(self) -> float:
         """Return the bytes per second that a GPU receives from the others."""
         return self.size("link") or self.gpu.between
@@ -183,17 +173,6 @@ class Job(PlanArguments):
         """Return the bytes of the model's parameters, without adapters."""
         packed = int(self.packed_params * BYTES[self.quantised.four_bit])
         return (self.model.params - self.packed_params) * self.element + packed
-
-    @property
-    def dequantised_bytes(self) -> int:
-        """Return the bytes of the largest weight that one GEMM dequantises, with its scales in float32; 0: none."""
-        return int(max(self.model.linears) * (self.narrow + SCALES)) if self.packed_params else 0
-
-    @property
-    def dequantise_seconds(self) -> float:
-        """Return the seconds in which a layer's weights are dequantised once, the mean: they are read, and written."""
-        each = BYTES[self.quantised.four_bit] + self.narrow
-        return self.packed_params / self.layers * each / self.gpu.bandwidth
 
     @cached_property
     def head_plan(self) -> HeadPlan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.plan.config import BYTES, SCALES
 from lowtide.plan.job import Job
 from lowtide.plan.meter import Work
 from lowtide.plan.model import Reading
@@ -48,7 +49,9 @@ def _windowed(job: Job, kind: int) -> float:
 
 def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> LayerCost:
     """Return what a layer with a policy takes, from its reading."""
-    recomputes, dense = policy.keep != "all", job.dequantised_bytes
+    recomputes = policy.keep != "all"
+    # The largest weight that one GEMM dequantises, with its scales in float32.
+    dense = int(max(job.model.linears) * (job.narrow + SCALES)) if job.packed_params else 0
     checkpoint = one.input + (one.attended if policy.keep == "attention" else 0)
     saved = int(checkpoint if recomputes else one.saved)
     flop = one.forward.attention * windowed
@@ -71,6 +74,8 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
 
 def _seconds(job: Job, one: Reading, work: Work) -> float:
     """Return the seconds of GEMMs, small weights slower, and of what is between them; not of attention."""
-    gemms = (work.flop + 2 * HALF_RATE * work.rows) / job.gemm_rate
-    passes = work.flop / max(1.0, one.forward.flop)  # over the weights, which each dequantises
-    return gemms + passes * job.dequantise_seconds + work.thin / (job.gpu.bandwidth * THIN)
+    gemms = (work.flop + 2 * HALF_RATE * work.rows) / job.gpu.gemm(job.narrow)
+    # Each pass over the weights dequantises them: they are read, and written.
+    passes, packed = work.flop / max(1.0, one.forward.flop), job.packed_params / job.layers
+    dequantised = passes * packed * (BYTES[job.quantised.four_bit] + job.narrow)
+    return gemms + (dequantised + work.thin / THIN) / job.gpu.bandwidth

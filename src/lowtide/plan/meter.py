@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lowtide.graph import flop_of
 from lowtide.memory.attention import is_attention
@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name if hasattr(func, "_schema") else str(func)
+        name = func._schema.name
         if name == "aten::_local_scalar_dense":
             return True if args[0].dtype == torch.bool else 1
         if name in _INDEXED:
@@ -88,16 +88,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = _of_dtype(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        aliased = {x.untyped_storage()._cdata for x in given}
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        for x in made:
-            if x.untyped_storage()._cdata not in aliased:
-                self._follow(x)
+        given, made = [*_tensors((*args, *kwargs.values()))], [*_tensors((out,))]
+        storages = {x.untyped_storage()._cdata for x in given}
+        fresh = [x for x in made if x.untyped_storage()._cdata not in storages]
+        for x in fresh:
+            self._follow(x)
         if is_attention(func):
             self.attended += sum(_bytes(x) for x in made if x.is_floating_point())
         self.peak = max(self.peak, self.live + _scratch(name, args, given, made))
-        self.work = self.work.plus(_work(func, args, kwargs, given, made))
+        self.work = self.work.plus(_work(func, name, args, kwargs, [*given, *made], made, writes=bool(fresh)))
         return out
 
     def _nonzero(self, mask: Tensor) -> Tensor:
@@ -134,9 +133,19 @@ def _of_dtype(func: Any, args: Any, kwargs: Any) -> Tensor:
     return out.to(dtype)
 
 
-def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> Work:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments or results."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _work(
+    func: Any, name: str, args: Any, kwargs: Any, touched: list[Tensor], made: list[Tensor], *, writes: bool
+) -> Work:
     """Return the work of one call, from the tensors that it was given and that it made."""
-    name = func._schema.name if hasattr(func, "_schema") else str(func)
     if is_attention(func):
         return Work(attention=_attention_flop(func, args, kwargs), operators=1)
     if _ATTENTION_BACKWARD in name:  # its time is a multiple of forward's
@@ -148,10 +157,9 @@ def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Ten
         rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
         flop = formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
         return Work(flop=flop, rows=rows, operators=1)
-    aliased = {x.untyped_storage()._cdata for x in given}
-    if name.endswith("_") or any(x.untyped_storage()._cdata not in aliased for x in made):
+    if writes or name.endswith("_"):
         passes = 2 if name == _SOFTMAX_BACKWARD else 1
-        return Work(thin=passes * sum(map(_bytes, (*given, *made))), operators=1)
+        return Work(thin=passes * sum(map(_bytes, touched)), operators=1)
     return Work()  # a view
 
 
@@ -194,6 +202,7 @@ def _attention_flop(func: Any, args: Any, kwargs: Any) -> float:
 
 
 def _fused(
+    masked: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -205,11 +214,15 @@ def _fused(
 ) -> Tensor:
     """Run `torch.nn.functional.scaled_dot_product_attention` as a GPU would, by a kernel that stores no scores.
 
-    A mask of bools is one that flash attention does without: causal, or of a window. Keys with fewer heads have no such
-    kernel where they are broadcast, as in Falcon, without ``enable_gqa``: PyTorch then stores the scores.
+    A mask of bools is one that flash attention does without: causal, or of a window; with ``masked`` it is each
+    sequence's own, and becomes one of numbers. Keys with fewer heads have no such kernel where they are broadcast, as
+    in Falcon, without ``enable_gqa``: PyTorch then stores the scores.
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+    if masked and attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = attn_mask.logical_not()
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
     if query.shape[1] != key.shape[1] and not enable_gqa:
         stored = _ATEN.scaled_dot_product_attention
         return stored(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)  # type: ignore[no-any-return]
@@ -227,16 +240,6 @@ def _fused(
     return efficient(  # type: ignore[no-any-return]
         query, key, value, attn_mask, compute_log_sumexp=True, dropout_p=dropout_p, is_causal=is_causal, scale=scale
     )[0]
-
-
-def _with_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **settings: Any) -> Tensor:
-    """Run `_fused` with a mask of bools as PyTorch does: it becomes one of numbers."""
-    if torch.is_autocast_enabled("cpu"):
-        query = query.to(torch.get_autocast_dtype("cpu"))
-    if attn_mask.dtype == torch.bool:
-        hidden = attn_mask.logical_not()
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
-    return _fused(query, key, value, attn_mask, **settings)
 
 
 _NARROW: dict[Any, tuple[str, ...]] = {F: ("linear",), torch: ("matmul", "bmm", "baddbmm", "einsum")}
@@ -263,25 +266,32 @@ def autocast() -> Iterator[None]:
         args, kwargs = tree_map(cast, (args, kwargs))
         return stock(*args, **kwargs)
 
-    stock = [(home, name, getattr(home, name)) for home, names in _NARROW.items() for name in names]
-    for home, name, function in stock:
-        setattr(home, name, partial(narrow, function))
+    gemms = [(home, name, partial(narrow, getattr(home, name))) for home, names in _NARROW.items() for name in names]
+    with torch.autocast("cpu", torch.bfloat16), _replaced(*gemms):
+        yield
+
+
+@contextmanager
+def _replaced(*functions: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set functions in modules and classes, and set back what was there."""
+    stock = [(home, name, getattr(home, name)) for home, name, _ in functions]
     try:
-        with torch.autocast("cpu", torch.bfloat16):
-            yield
+        for each in functions:
+            setattr(*each)
+        yield
     finally:
-        for home, name, function in stock:
-            setattr(home, name, function)
+        for each in stock:
+            setattr(*each)
 
 
 @contextmanager
 def stand_ins(visits: int, *, masked: bool = False) -> Iterator[None]:
     """Replace functions that have no form without data.
 
-    Attention runs `_fused`, or `_with_mask` where it takes a mask for each sequence: on the meta device PyTorch would
-    take the path that stores all scores. A list of numbers, of tokens for each expert, has equal ones with the sum
-    ``visits``.
+    Attention runs `_fused`: on the meta device PyTorch would take the path that stores all scores. A list of numbers,
+    of tokens for each expert, has equal ones with the sum ``visits``.
     """
+    stock_list, stock_autocast = Tensor.tolist, torch.autocast
 
     def tolist(self: Tensor) -> Any:
         if not self.is_meta:
@@ -292,14 +302,6 @@ def stand_ins(visits: int, *, masked: bool = False) -> Iterator[None]:
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:  # which peft turns off over experts
         return nullcontext() if device_type == "meta" else stock_autocast(device_type, *args, **kwargs)
 
-    functional: Any = F
-    tensors: Any = Tensor
-    module: Any = torch
-    stock, stock_list, stock_autocast = functional.scaled_dot_product_attention, tensors.tolist, torch.autocast
-    functional.scaled_dot_product_attention, tensors.tolist = _with_mask if masked else _fused, tolist
-    module.autocast = autocast
-    try:
+    attention = (F, "scaled_dot_product_attention", partial(_fused, masked))
+    with _replaced(attention, (Tensor, "tolist", tolist), (torch, "autocast", autocast)):
         yield
-    finally:
-        functional.scaled_dot_product_attention, tensors.tolist = stock, stock_list
-        module.autocast = stock_autocast

@@ -10,11 +10,12 @@ import json
 import pkgutil
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -71,7 +72,7 @@ class MetaModel:
     """A causal language model without weights, of whose layers one of each kind is left.
 
     Args:
-        settings: Its config's fields, ``model_type`` among them.
+        config: Its fields as JSON, ``model_type`` among them.
         dtype: Of its parameters.
         fused_mlp: Whether `lowtide.patch` fuses its MLPs.
         adapters: Of its layers' projections.
@@ -87,6 +88,7 @@ class MetaModel:
         levels: Whether every kind has an MLP that `lowtide.patch` fuses, whose level a policy can set.
         experts: Of a layer; 0: a plain MLP.
         vocab, hidden: The output layer's sizes.
+        vocab_params: Its parameters, and the embedding's.
         tied: Whether embedding and output layer are one tensor.
         head_dim: Of attention; 0: unknown.
         windows: The tokens that each layer's attention looks back on; 0: all.
@@ -97,19 +99,20 @@ class MetaModel:
     """
 
     def __init__(
-        self, settings: dict[str, Any], dtype: torch.dtype, *, fused_mlp: bool = True, adapters: Adapters | None = None
+        self, config: str, dtype: torch.dtype, *, fused_mlp: bool = True, adapters: Adapters | None = None
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.for_model(**settings)
-        text = config.get_text_config()
-        for part in (config, text):
+        settings = json.loads(config)
+        made = AutoConfig.for_model(**settings)
+        text = made.get_text_config()
+        for part in (made, text):
             part.use_cache = False
             for name in _WINDOWS:
                 if type(getattr(part, name, None)) is int:
                     setattr(part, name, _NO_WINDOW)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)
         self._model = model.to("meta").train()  # also what was made on the CPU nevertheless
         self.name, self._readings = type(model).__name__, dict[Run, tuple[Reading, ...]]()
         self.attention = str(getattr(text, "_attn_implementation", "") or "")
@@ -122,6 +125,7 @@ class MetaModel:
             expected = "a model with an output layer that is one linear layer"
             raise ArgumentValueError(message("model_type", expected, f"{settings['model_type']!r} without", MEASURE))
         self.vocab, self.hidden = map(int, weight.shape)
+        self.vocab_params = int(weight.numel())
         self.tied: bool = model.get_input_embeddings().weight is weight
         heads = settings.get(text.attribute_map.get("num_attention_heads", "num_attention_heads"))  # n_head, say
         self.head_dim = int(settings.get("head_dim") or (self.hidden // heads if type(heads) is int else 0))
@@ -130,7 +134,7 @@ class MetaModel:
         self.windows = _windows(settings, len(layers))
         linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
         self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))
-        self.layer_params = _own_params(list(layers.values()))
+        self.layer_params = _own_params(layers.values())
         self.adapter_params = 0 if adapters is None else _adapt(model, layers, adapters)
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
@@ -140,19 +144,11 @@ class MetaModel:
         self._layers: dict[int, Any] = {}
         self._found: dict[int, tuple[torch.dtype, Reading, Any]] = {}  # with the input's dtype, and what it returned
         for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
-            if kind in self._layers:
-                self._replace(name, self._double(layer, kind))
-            else:
-                self._layers[kind] = layer
+            model.set_submodule(name, self._layers.setdefault(kind, layer))
         # The room of models is above this one: `lowtide.patch` is looked up when it is needed.
         patch: Callable[..., Any] = pkgutil.resolve_name("lowtide:patch")
         patch(model, loss=False, mlp=fused_mlp)
         self.levels = all(any(_fused_mlps(layer)) for layer in self._layers.values())
-
-    @property
-    def vocab_params(self) -> int:
-        """Return the parameters of the output layer, and of the embedding."""
-        return self.vocab * self.hidden
 
     def readings(self, run: Run) -> tuple[Reading, ...]:
         """Return what a layer of each kind takes.
@@ -163,27 +159,34 @@ class MetaModel:
         Raises:
             RuntimeError: The forward did not call one of them.
         """
-        T, B = run.seq_len, run.batch_size
-        if POINTS[-1] >= T or not self._has_loop(run):
+        if POINTS[-1] >= run.seq_len or not self._has_loop(run):
             return self._read_all(run)
-        bare = run._replace(frozen=True)
-        found = []
-        for kind in range(len(self._layers)):
+        # A peak is the largest of several sums: a line through the longer two extrapolates it. In short sequences the
+        # gradients of weights are the peak of backward; in long ones those of activations, so that it is at least what
+        # it would be with frozen weights, which save less.
+        curves, lines, bare = (
+            self._through(*given)
+            for given in ((run, POINTS), (run, POINTS[1:]), (run._replace(frozen=True), POINTS[1:]))
+        )
+        return tuple(
+            curve._replace(
+                forward_peak=line.forward_peak,
+                checkpointed_peak=line.checkpointed_peak,
+                backward_peak=max(line.backward_peak, frozen.backward_peak + frozen.saved - line.saved),
+            )
+            for curve, line, frozen in zip(curves, lines, bare, strict=True)
+        )
 
-            def through(run: Run, points: tuple[int, ...], kind: int = kind) -> Reading:
-                shares = [(1 - B) * _lagrange(0, at, points) + B * _lagrange(T, at, points) for at in points]
-                short = [self._read_all(run._replace(batch_size=1, seq_len=n))[kind] for n in points]
-                return Reading(*(_mixed(values, shares) for values in zip(*short, strict=True)))
+    def _through(self, run: Run, points: tuple[int, ...]) -> Any:
+        """Return the readings at a run's size by a polynomial through those of some short sequences, none below 0."""
+        powers = run.batch_size * np.power(float(run.seq_len), range(len(points)))
+        powers[0] = 1
+        shares: list[float] = np.linalg.solve(np.vander(points, increasing=True).T, powers).tolist()
 
-            # A peak is the largest of several sums: a line through the longer two extrapolates it. In short sequences
-            # the gradients of weights are the peak of backward; in long ones those of activations, so that it is at
-            # least what it would be with frozen weights, which save less.
-            line, frozen = through(run, POINTS[1:]), through(bare, POINTS[1:])
-            peaks = {name: getattr(line, name) for name in ("forward_peak", "checkpointed_peak")}
-            least = frozen.backward_peak + frozen.saved - line.saved
-            peaks["backward_peak"] = max(line.backward_peak, least)
-            found.append(through(run, POINTS)._replace(**peaks))
-        return tuple(found)
+        def mixed(*values: float) -> float:
+            return max(0.0, sum(value * share for value, share in zip(values, shares, strict=True)))
+
+        return tree_map(mixed, *(self._read_all(run._replace(batch_size=1, seq_len=n)) for n in points))
 
     def _has_loop(self, run: Run) -> bool:
         """Return whether more tokens take more operators."""
@@ -288,17 +291,6 @@ class MetaModel:
             backward=backward,
         ), result
 
-    def _double(self, layer: nn.Module, kind: int) -> nn.Module:
-        """Return a layer without modules and parameters, which returns what the one of its kind has returned."""
-        double: Any = object.__new__(type(layer))
-        vars(double).update(vars(layer), _modules={}, _parameters={}, _buffers={})
-        vars(double)["forward"] = partial(self._answer, kind)
-        return double  # type: ignore[no-any-return]
-
-    def _replace(self, name: str, layer: nn.Module) -> None:
-        parent, _, last = name.rpartition(".")
-        self._model.get_submodule(parent)._modules[last] = layer
-
 
 def _hidden(args: Any, kwargs: Any) -> Tensor:
     """Return the hidden states among a layer's arguments: the first floating-point tensor."""
@@ -332,13 +324,13 @@ def _fused_mlps(layer: nn.Module) -> list[Any]:
     return [module for module in layer.modules() if hasattr(module, "checkpoint_level")]
 
 
-def _own_params(layers: list[nn.Module]) -> tuple[int, ...]:
+def _own_params(layers: Iterable[nn.Module]) -> tuple[int, ...]:
     """Return the parameters of each layer that no layer before it has."""
-    seen, counts = set[int](), []
+    seen, counts = set[nn.Parameter](), []
     for layer in layers:
-        own = {id(p): p.numel() for p in layer.parameters() if id(p) not in seen}
-        seen |= own.keys()
-        counts.append(sum(own.values()))
+        own = set(layer.parameters()) - seen
+        seen |= own
+        counts.append(sum(p.numel() for p in own))
     return tuple(counts)
 
 
@@ -379,26 +371,10 @@ def _adapt(model: nn.Module, layers: Mapping[str, nn.Module], adapters: Adapters
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the window of each layer, 0 where its type is none that has one."""
-    window = settings.get("sliding_window")
-    if type(window) is not int or window < 1 or settings.get("use_sliding_window") is False:
+    window, types = settings.get("sliding_window"), settings.get("layer_types") or ["sliding_attention"] * layers
+    if type(window) is not int or settings.get("use_sliding_window") is False or len(types) != layers:
         return (0,) * layers
-    types = settings.get("layer_types") or ["sliding_attention"] * layers
-    return tuple(window * (name == "sliding_attention") for name in types) if len(types) == layers else (0,) * layers
-
-
-def _mixed(values: tuple[Any, ...], shares: list[float]) -> Any:
-    """Return a linear combination of a reading's figures, none below 0."""
-    if isinstance(values[0], Work):
-        return Work(*(_mixed(fields, shares) for fields in zip(*values, strict=True)))
-    return max(0.0, sum(value * share for value, share in zip(values, shares, strict=True)))
-
-
-def _lagrange(T: int, at: int, points: tuple[int, ...]) -> float:
-    """Return the share that one of several points has in the polynomial through them."""
-    share = 1.0
-    for other in points:
-        share *= (T - other) / (at - other) if other != at else 1.0
-    return share
+    return tuple(window * (name == "sliding_attention") for name in types)
 
 
 @contextmanager
@@ -429,9 +405,4 @@ def refused(model_type: str) -> Iterator[None]:
         raise ArgumentValueError(message("model_type", expected, got, hint + MEASURE)) from error
 
 
-@lru_cache(maxsize=8)
-def meta_model(
-    config: str, dtype: torch.dtype, *, fused_mlp: bool = True, adapters: Adapters | None = None
-) -> MetaModel:
-    """Return the model of a config in JSON."""
-    return MetaModel(json.loads(config), dtype, fused_mlp=fused_mlp, adapters=adapters)
+meta_model = lru_cache(maxsize=8)(MetaModel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -87,19 +88,16 @@ def _refusal(search: Search, budget: int, requested: int) -> ArgumentValueError:
     job, costs, least = search.job, search.costs, search.front[0]
     states = costs.weights + costs.all_gradients + costs.states
 
-    def fits(**changes: Any) -> bool:
-        return Search(replace(job, **changes)).leanest().peak <= budget
-
-    def half(name: str, **changes: Any) -> list[str]:
-        """Return the largest half, quarter or smaller part of a number that fits; nothing where none does."""
-        parts = (getattr(job, name) >> k for k in range(1, getattr(job, name).bit_length()))
-        return list(islice((f"{name}={n} fits" for n in parts if fits(**{name: n}, **changes)), 1))
+    def fits(name: str, values: Iterable[Any]) -> list[str]:
+        """Return the first of an argument's values by which it fits, in words; nothing where none does."""
+        found = (v for v in values if Search(replace(job, **{name: v})).leanest().peak <= budget)
+        return [f"{name}={value} fits" for value in islice(found, 1)]
 
     helps = []
-    if job.optimizer.startswith("adamw") and job.gpus == 1 and fits(optimizer="adamw-8bit"):
-        helps.append("optimizer adamw-8bit fits")
-    more = [job.gpus * 2**k for k in range(1, 11)] if job.gpus > 1 and job.parallel != DDP else []
-    helps += islice((f"gpus={gpus} fits" for gpus in more if fits(gpus=gpus)), 1)
+    if job.optimizer.startswith("adamw") and job.gpus == 1:
+        helps += fits("optimizer", ["adamw-8bit"])
+    if job.gpus > 1 and job.parallel != DDP:
+        helps += fits("gpus", (job.gpus * 2**k for k in range(1, 5)))
     if states > budget:
         ways = ["train adapters (LoRA)"] if job.adapters is None else []
         if job.adapters is not None and not job.quantised.four_bit:
@@ -109,9 +107,10 @@ def _refusal(search: Search, budget: int, requested: int) -> ArgumentValueError:
         way_out = " or ".join([*ways, "take more GPUs"])
         helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB: {way_out}")
     else:
-        helps += half("batch_size") + half("seq_len")
-    if not helps:
-        helps += [f"batch_size=1 with {one}" for one in half("seq_len", batch_size=1)]
+        # What is there beside them is about in proportion to the tokens: the halves around that are tried.
+        k = math.ceil(math.log2((least.peak - states) / max(1, budget - states)))
+        for name in ("batch_size", "seq_len"):
+            helps += fits(name, filter(None, (getattr(job, name) >> i for i in range(max(1, k - 1), k + 3))))
     roomy = Search(replace(job, host_gib=2**30 if job.gpus == 1 else 0)).leanest()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")

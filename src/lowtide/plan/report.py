@@ -15,7 +15,7 @@ from lowtide.memory.policy import ActivationPolicy, word_of
 from lowtide.plan.arguments import DDP, FSDP2, ZERO3
 from lowtide.plan.job import Job
 from lowtide.plan.search import Candidate, Search
-from lowtide.plan.sharding import BUCKET, LIVE, Exchange
+from lowtide.plan.sharding import BUCKET, LIVE
 from lowtide.plan.step_costs import PARTS, Phase
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
@@ -34,8 +34,10 @@ class MemoryPlan:
     """A training step that fits in a budget: print it for a table.
 
     Attributes:
-        search: The mixtures of policies that were tried.
-        chosen: The fastest of them that fits; its ``states`` are the bytes of optimizer states that are offloaded.
+        search: The mixtures of policies that were tried: ``search.front`` has those that no other beats in both memory
+            and time, from the leanest to the fastest.
+        chosen: The fastest of them that fits: ``host`` is the pinned host memory that it takes, ``states`` what
+            optimizer states take of that.
         budget_bytes: GPU memory that tensors may take.
         requested_bytes: The requested budget: more than that where the GPU's allocator needs the rest.
     """
@@ -61,16 +63,6 @@ class MemoryPlan:
         return self.chosen.peak
 
     @property
-    def host_bytes(self) -> int:
-        """Pinned host memory that offloaded layers and optimizer states take."""
-        return self.chosen.host
-
-    @property
-    def host_budget_bytes(self) -> int:
-        """Pinned host memory that may be taken."""
-        return self.search.host_bytes
-
-    @property
     def seconds(self) -> float:
         """Step time."""
         return self.chosen.seconds
@@ -89,16 +81,6 @@ class MemoryPlan:
     def phase(self) -> Phase:
         """The one that holds the most."""
         return max(self.phases, key=lambda phase: phase.bytes)
-
-    @property
-    def exchanged(self) -> Exchange:
-        """What a GPU receives from the others in a step, in bytes."""
-        return self.search.costs.ranks.exchanged
-
-    @property
-    def front(self) -> tuple[Candidate, ...]:
-        """The mixtures that no other beats in both memory and time, from the leanest to the fastest."""
-        return tuple(self.search.front)
 
     @cached_property
     def other(self) -> tuple[Job, Candidate | None] | None:
@@ -133,19 +115,20 @@ class MemoryPlan:
             "dtype": job.dtype_name,
             "adapters": None if job.adapters is None else str(job.adapters),
             "budget_gib": gib(self.budget_bytes),
-            "host_budget_gib": gib(self.host_budget_bytes),
+            "host_budget_gib": gib(self.search.host_bytes),
             "choice": _candidate(self.chosen),
             "other": None if self.other is None or self.other[1] is None else _candidate(self.other[1]),
             "tokens_per_second": self.tokens_per_second,
             "peak_phase": str(self.phase),
             "peak_parts_gib": {name: gib(getattr(self.phase, name)) for name in PARTS},
             "phases_gib": {str(phase): gib(phase.bytes) for phase in self._highest},
-            "front": [_candidate(one) for one in self.front],
+            "front": [_candidate(one) for one in self.search.front],
             "notes": list(self.notes),
         }
         if job.gpus > 1:
-            hidden, waited = self.search.costs.exchange_seconds(self.exchanged)
-            exchange = {"gib": gib(self.exchanged.bytes), "hidden_s": hidden, "waited_s": waited}
+            exchanged = self.search.costs.ranks.exchanged
+            hidden, waited = self.search.costs.exchange_seconds(exchanged)
+            exchange = {"gib": gib(exchanged.bytes), "hidden_s": hidden, "waited_s": waited}
             found |= {"parallel": job.parallel, "link_gb_s": job.link_rate / 1e9, "exchange": exchange}
         return found
 
@@ -215,14 +198,16 @@ class MemoryPlan:
     def notes(self) -> tuple[str, ...]:
         """What the figures assume."""
         job, model, gpu, packed = self.job, self.job.model, self.job.gpu, self.job.quantised
+        attends = any(policy.keep == "attention" for policy in self.search.ladder)
         budget, requested = (f"{gib(n):.2f} GiB" for n in (self.budget_bytes, self.requested_bytes))
         mask, positions = gib(job.narrow * job.batch_size * job.seq_len**2), job.settings.get("max_position_embeddings")
         close = CLOSE * gpu.memory_bytes < self.peak_bytes <= gpu.memory_bytes
         why = "close to the GPU's size" if close else "states leave and come back in each step"
-        hidden, waited = self.search.costs.exchange_seconds(self.exchanged)
+        exchanged = self.search.costs.ranks.exchanged
+        hidden, waited = self.search.costs.exchange_seconds(exchanged)
         several, part = job.gpus > 1, job.settings.get("part_of")
         notes = {
-            f"each GPU receives {gib(self.exchanged.bytes):.2f} GiB per step at {job.link_rate / 1e9:.0f} GB/s:"
+            f"each GPU receives {gib(exchanged.bytes):.2f} GiB per step at {job.link_rate / 1e9:.0f} GB/s:"
             f" {hidden:.3f} s beside the layers' work, {waited:.3f} s that it waits for": several,
             f"assumes {job.gpus} GPUs in one host: --link 50GB plans a network of 400 Gb/s": several and not job.link,
             _SHARDED[job.parallel]: several,
@@ -247,11 +232,9 @@ class MemoryPlan:
             ),
             f"{max(model.kind_of) + 1} kind(s) of layers, traced in {model.name} without weights": True,
             "lowtide.patch does not fuse every layer's MLP, so that they have no levels": not model.levels,
-            f"not every layer of {job.model_type} runs fused attention: keep='attention' is not planned": (
-                not job.attends
-            ),
+            f"not every layer of {job.model_type} runs fused attention: keep='attention' is not planned": (not attends),
             "attention is transformers' eager one, which stores its scores: another attn_implementation saves less": (
-                model.attention == "eager" and model.head_dim and not job.attends
+                model.attention == "eager" and model.head_dim and not attends
             ),
             f"the checkpoint has {packed.loaded} weights: planned as loaded in {job.dtype}": packed.loaded,
             "float32: assumes attention that stores no scores, which PyTorch lacks for grouped queries": (

@@ -48,32 +48,34 @@ class Candidate:
         return words_of(self.groups) + states
 
 
-def ladder(job: Job) -> list[ActivationPolicy]:
-    """Return the policies of a layer, from what saves the most on the GPU to what saves the least.
-
-    Attention's output can be saved only where all layers run fused attention.
-    """
-    rungs: Any = [("all", False)]
-    for offload in (False, True)[: 1 + bool(job.size("host_gib"))]:
-        rungs += [("attention", offload)] * job.attends + [("input", offload)]
-    return [ActivationPolicy(keep=keep, mlp_level=n, offload=out) for keep, out in rungs for n in job.levels]
-
-
-def sparse(job: Job) -> list[ActivationPolicy]:
-    """Return the policies by which one layer of several saves its input, the leanest first; none for several GPUs."""
-    if job.gpus > 1:
-        return []
-    each: Any = [(k, out) for out in ((True, False) if job.size("host_gib") else (False,)) for k in EVERY]
-    policies = [ActivationPolicy(keep="input", mlp_level=job.levels[-1], every=k, offload=out) for k, out in each]
-    return [policy for policy in policies if policy.every <= job.layers]
-
-
 class Search:
-    """The mixtures of one job."""
+    """The mixtures of one job.
+
+    Attributes:
+        ladder: The policies of a layer, from what saves the least on the GPU to what saves the most; those that offload
+            save nothing. Attention's output can be saved only where all layers run fused attention.
+        sparse: The policies by which one layer of several saves its input, the leanest first; none for several GPUs.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job, self.host_bytes, self.costs = job, job.size("host_gib") or 0, StepCosts(job)
-        self.ladder, self.sparse = ladder(self.costs.job), sparse(self.costs.job)
+        levels, places = job.levels, (False, True)[: 1 + bool(self.host_bytes)]
+        attends = all(one.attended for one in self.costs.job.readings(levels[0]))
+        keeps: Any = ("all", "attention", "input") if attends else ("all", "input")
+        rungs = [
+            ActivationPolicy(keep=keep, mlp_level=level, offload=out)
+            for out in places
+            for keep in keeps[out:]
+            for level in levels
+        ]
+        saved = {policy: int(self.costs.of_layers(policy)["saved"].sum()) for policy in rungs}
+        self.ladder = sorted(rungs, key=lambda policy: 0 if policy.offload else saved[policy])
+        self.sparse = [
+            ActivationPolicy(mlp_level=levels[-1], every=k, offload=out)
+            for out in reversed(places)
+            for k in EVERY
+            if k <= job.layers and job.gpus == 1
+        ]
         states = self.costs.states * bool(self.host_bytes)
         # The states of experts are so large that an amount between none and all may not be had.
         tried = [states * i // EIGHTHS for i in range(1, EIGHTHS if not job.model.experts else 1)]
@@ -84,7 +86,7 @@ class Search:
 
         None where the host lacks the room, or only layers would be offloaded that are the last and stay.
         """
-        groups, costs = tuple((policy, n) for policy, n in groups if n), self.costs
+        groups, costs = tuple(groups), self.costs
         step = costs.step(groups)
         if step.host > self.host_bytes or (not step.host and any(policy.offload for policy, _ in groups)):
             return []
@@ -103,33 +105,29 @@ class Search:
     def _all_of(self, mixtures: Iterable[Groups]) -> list[Candidate]:
         return [one for groups in mixtures for one in self.candidates_of(groups)]
 
-    @cached_property
     def _uniform(self) -> list[Candidate]:
         """Return the mixtures of one policy alone."""
-        return self._all_of([(policy, self.job.layers)] for policy in (*self.sparse, *self._lean_first))
-
-    @cached_property
-    def _lean_first(self) -> list[ActivationPolicy]:
-        """Return the policies by the bytes that a layer saves on the GPU, where one that offloads moves."""
-        saved = {policy: int(self.costs.of_layers(policy)["saved"].sum()) for policy in self.ladder}
-        return sorted(self.ladder, key=lambda policy: 0 if policy.offload else saved[policy])
-
-    @cached_property
-    def _pairs(self) -> list[Candidate]:
-        """Return the mixtures of one or two policies; one layer of several saves its input in whole groups."""
-        L, every = self.job.layers, [*self.sparse, *self._lean_first]
-        pairs = [(a, b) for a, b in combinations(every, 2) if a.every == 1 or not b.offload]
-        return self._uniform + self._all_of([(a, n), (b, L - n)] for a, b in pairs for n in range(a.every, L, a.every))
+        return self._all_of([(policy, self.job.layers)] for policy in (*self.sparse, *self.ladder))
 
     @cached_property
     def front(self) -> list[Candidate]:
         """Return the mixtures that no other one beats in both memory and time, from the leanest to the fastest."""
-        L, front = self.job.layers, pareto(self._pairs)
-        used = {policy for one in front for policy, _ in one.groups}
-        step = -(-L // THIRDS)
-        sizes = [(i, j, L - i - j) for i in range(step, L, step) for j in range(step, L - i, step)]
-        threes = combinations([policy for policy in self._lean_first if policy in used], 3)
-        return pareto(self._pairs + self._all_of([*zip(three, n, strict=True)] for three in threes for n in sizes))
+        L, step = self.job.layers, -(-self.job.layers // THIRDS)
+        pairs = (  # one layer of several saves its input in whole groups
+            [(a, n), (b, L - n)]
+            for a, b in combinations([*self.sparse, *self.ladder], 2)
+            if a.every == 1 or not b.offload
+            for n in range(a.every, L, a.every)
+        )
+        found = pareto(self._uniform() + self._all_of(pairs))
+        used = {policy for one in found for policy, _ in one.groups}
+        threes = (
+            [(a, i), (b, j), (c, L - i - j)]
+            for a, b, c in combinations([policy for policy in self.ladder if policy in used], 3)
+            for i in range(step, L, step)
+            for j in range(step, L - i, step)
+        )
+        return pareto(found + self._all_of(threes))
 
     def fastest(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest mixture within the budget, None where there is none."""
@@ -138,7 +136,7 @@ class Search:
 
     def leanest(self) -> Candidate:
         """Return the mixture of the lowest peak that has one policy for all layers: about the lowest of all."""
-        return pareto(self._uniform)[0]
+        return pareto(self._uniform())[0]
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:

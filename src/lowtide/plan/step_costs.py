@@ -223,4 +223,4 @@ def _seconds_without_layers(job: Job, stepped: int) -> float:
     read: float = 0 if plan.backend == "exp" else 3 * 4 * job.tokens * model.vocab  # float32 logits, read and written
     read += (4 if model.tied else 1) * model.vocab_params * job.element * full
     read += OPTIMIZERS[job.optimizer].traffic * stepped
-    return float(flop / (job.gemm_rate * HEAD_SHARE) + read / job.gpu.bandwidth)
+    return float(flop / (job.gpu.gemm(job.narrow) * HEAD_SHARE) + read / job.gpu.bandwidth)
