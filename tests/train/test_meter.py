@@ -62,4 +62,5 @@ def test_the_last_loss_is_a_mean() -> None:
     result = RunResult(losses={step: float(step) for step in range(1, 21)})
     assert (result.first_loss, result.last_loss) == (1.0, 15.5)
     assert next(result.lines()) == "loss     1.000 -> 15.500"
+    assert list(RunResult().lines()) == []  # a resumed run that had done its steps
     assert RunResult(losses={2: 5.0, 4: 4.0, 6: 3.0}).last_loss == 3.0  # no mean with the first ones

@@ -96,8 +96,9 @@ def test_rows_with_nothing_are_left_out_and_counted(files: Files, tmp_path: Path
 
 
 def test_as_many_rows_are_held_out_as_was_asked(files: Files) -> None:
-    rows, held_out, _ = load_rows(found(files, files.chats, held_out=20))
+    rows, held_out, lines = load_rows(found(files, files.chats, held_out=20))
     assert (len(rows), len(held_out or ())) == (60, 20)
+    assert lines == ["rows     80 with messages, 20 of them held out"]
     texts = [json.dumps(row["messages"]) for part in (rows, held_out) for row in part or ()]
     lines = files.chats.read_text().splitlines()
     assert sorted(texts) == sorted(json.dumps(json.loads(line)["messages"]) for line in lines)

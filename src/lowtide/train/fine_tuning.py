@@ -56,6 +56,7 @@ def load_rows(found: Arguments) -> tuple[Any, Any | None, list[str]]:
             raise ArgumentValueError(message("--held-out", "fewer rows than there are", got))
         parts = rows.train_test_split(test_size=run.held_out, seed=args.seed)
         rows, test = parts["train"], parts["test"]
+        lines[-1] += f", {len(test):,} of them held out"
     elif args.eval_strategy != "no":
         if script.dataset_test_split not in splits:
             hint = f"Give --dataset_test_split ({', '.join(splits)}), or --held-out N to hold out N of the rows."

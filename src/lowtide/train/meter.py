@@ -86,7 +86,8 @@ class RunResult:
             yield f"held out {self.held_out[0]:.3f} -> {self.held_out[-1]:.3f}"
         if self.step_seconds:
             yield f"speed    {self.tokens_per_second:,.0f} tokens/s, {self.median_step * 1e3:,.0f} ms a step (median)"
-        yield f"peak     {mib(self.peak_bytes):,.0f} MiB {'of the GPU' if self.on_gpu else 'resident'}"
+        if self.peak_bytes:  # none of a resumed run that had done its steps
+            yield f"peak     {mib(self.peak_bytes):,.0f} MiB {'of the GPU' if self.on_gpu else 'resident'}"
 
 
 class StepMeter(TrainerCallback):  # type: ignore[misc]
