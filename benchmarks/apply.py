@@ -67,8 +67,8 @@ class ApplyCase(Case):
     def leaves(self) -> tuple[Tensor, ...]:
         return self.x, self.w, self.b
 
-    def values_of(self, z: Tensor, rows: slice) -> dict[str, Tensor]:
-        return {"value": FUNCTIONS[self.function](z, self.y[rows])}
+    def values_of(self, z: Tensor, rows: slice) -> tuple[Tensor]:
+        return (FUNCTIONS[self.function](z, self.y[rows]),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def peers_of(case: ApplyCase) -> Iterator[tuple[Peer, HeadOptions | None]]:
     x, w, b, y = case.x, case.w, case.b, case.y
 
     def peer(name: str, mean: Callable[[], Tensor]) -> Peer:
-        return Peer(name, lambda _: lambda: {"value": mean()})
+        return Peer(name, lambda _: lambda *_: mean())
 
     def summed(name: str, options: HeadOptions, compile: bool = False) -> tuple[Peer, HeadOptions]:
         def total(logits: Tensor, labels: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def measure(run: Run) -> None:
         b = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
         run.result["shapes"].append({**vars(shape), "rows": rows})
         for name in run.config.function or FUNCTIONS:
-            of_value: Any = {"names": ("value",), "upstream": {"value": loss.upstream["loss"]}}
-            case = ApplyCase(shape=shape, x=loss.x, w=loss.w, y=loss.y, b=b, function=name, name=name, **of_value)
+            about: Any = {**vars(loss), "names": ("value",), "b": b, "function": name, "name": name}
+            case = ApplyCase(**about)
             measure_function(run, case, rows)
         release(run.device)
 

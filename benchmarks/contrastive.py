@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,8 +40,12 @@ class ContrastiveCase(Case):
 
     mask: Tensor | None
 
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor]:
+        return self.x, self.w
+
     def values_of(self, z: Tensor, rows: slice) -> Values:
-        return {"loss": loss_of(z, self.y[rows], None if self.mask is None else self.mask[rows], "none")}
+        return (loss_of(z, self.y[rows], None if self.mask is None else self.mask[rows], "none"),)
 
 
 def loss_of(similarities: Tensor, y: Tensor, mask: Tensor | None, reduction: str = "mean") -> Tensor:
@@ -71,14 +75,11 @@ def cases(run: Run, shape: Shape) -> Iterator[ContrastiveCase]:
         yield ContrastiveCase(**{**vars(batch), "name": name, "mask": mask})
 
 
-Contrastive = Callable[[Tensor, Tensor], Tensor]  # of queries and keys
-
-
 def _naive(x: Tensor, w: Tensor, y: Tensor, mask: Tensor | None, reduction: str = "mean") -> Tensor:
     return loss_of((x @ w.T).float(), y, mask, reduction)
 
 
-def _checkpointed(case: ContrastiveCase) -> Contrastive:
+def _checkpointed(case: ContrastiveCase) -> Function:
     y, mask = case.y, case.mask
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def _checkpointed(case: ContrastiveCase) -> Contrastive:
     return loss
 
 
-def _cached(mini_batch_size: int, case: ContrastiveCase) -> Contrastive:
+def _cached(mini_batch_size: int, case: ContrastiveCase) -> Function:
     """Return the second step of `CachedMultipleNegativesRankingLoss`, which computes loss and gradients at once."""
     if case.mask is not None:
         raise UnsupportedError("has no mask")
@@ -107,21 +108,13 @@ def _cached(mini_batch_size: int, case: ContrastiveCase) -> Contrastive:
     return loss
 
 
-def _peer(name: str, make: Callable[[ContrastiveCase], Contrastive], package: str = "") -> Peer:
-    def build(case: ContrastiveCase) -> Function:
-        function = make(case)
-        return lambda: {"loss": function(case.x, case.w)}
-
-    return Peer(name, build, package)
-
-
 PEERS = by_name(
-    _peer("lowtide", lambda case: partial(linear_contrastive, temperature=TEMPERATURE, mask=case.mask)),
-    _peer("naive", lambda case: partial(_naive, y=case.y, mask=case.mask)),
-    _peer("compile", lambda case: partial(compiled(_naive), y=case.y, mask=case.mask)),
-    _peer("checkpoint", _checkpointed),  # naive in chunks of 1024 queries, recomputed in backward
-    _peer("cached-mnrl", partial(_cached, 32), "sentence-transformers"),
-    _peer("cached-mnrl-1024", partial(_cached, 1024), "sentence-transformers"),
+    Peer("lowtide", lambda case: partial(linear_contrastive, temperature=TEMPERATURE, mask=case.mask)),
+    Peer("naive", lambda case: partial(_naive, y=case.y, mask=case.mask)),
+    Peer("compile", lambda case: partial(compiled(_naive), y=case.y, mask=case.mask)),
+    Peer("checkpoint", _checkpointed),  # naive in chunks of 1024 queries, recomputed in backward
+    Peer("cached-mnrl", partial(_cached, 32), "sentence-transformers"),
+    Peer("cached-mnrl-1024", partial(_cached, 1024), "sentence-transformers"),
 )
 
 

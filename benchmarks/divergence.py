@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowtide import linear_divergence
 from lowtide.bench.case import Case, Function, Values, make_case, measure_cases, wider
-from lowtide.bench.harness import Peer, Run, by_name, compiled, needs_cuda
+from lowtide.bench.harness import Peer, Run, by_name, compiled, gpu_module
 from lowtide.bench.settings import Shape, ShapeSettings, setting, shape_setting
 
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
@@ -42,6 +42,10 @@ class DivergenceCase(Case):
     beta: float
 
     @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        return self.x, self.w, self.teacher.x, self.teacher.w
+
+    @property
     def flops(self) -> int:
         return super().flops + self.teacher.flops
 
@@ -53,7 +57,7 @@ class DivergenceCase(Case):
         with torch.no_grad():
             x, w = (t.to(wider(self.x.dtype)) for t in (self.teacher.x[rows], self.teacher.w))
             teacher_z = (x @ w.T).double()
-        return {"value": divergence_of(z, teacher_z, self.beta)}
+        return (divergence_of(z, teacher_z, self.beta),)
 
 
 def divergence_of(z: Tensor, teacher_z: Tensor, beta: float) -> Tensor:
@@ -81,49 +85,40 @@ def cases(run: Run, shape: Shape) -> Iterator[DivergenceCase]:
         x = teacher.x[:, :both]
         x.copy_(LIKENESS * student.x[:, :both] + (1 - LIKENESS**2) ** 0.5 * x)
         torch.mul(student.w[:, :both], (shape.D / shape.teacher_D) ** 0.5, out=teacher.w[:, :both])
-    fixed = {"x": teacher.x.detach(), "w": teacher.w.detach(), "gemms": 1, "upstream": {}}
+    fixed = {"x": teacher.x.detach(), "w": teacher.w.detach(), "gemms": 1, "upstream": ()}
     teacher = dataclasses.replace(teacher, **fixed)
     for work in run.config.work or KINDS:
         kind, beta, title = KINDS[work]
-        name, upstream = f"{title}, forward and backward, teacher's D {shape.teacher_D}", student.upstream["loss"]
-        values: Any = {"name": name, "names": ("value",), "upstream": {"value": upstream}}
-        yield DivergenceCase(**{**vars(student), **values, "teacher": teacher, "kind": kind, "beta": beta})
+        name = f"{title}, forward and backward, teacher's D {shape.teacher_D}"
+        about: Any = {**vars(student), "name": name, "names": ("value",), "teacher": teacher}
+        yield DivergenceCase(**about, kind=kind, beta=beta)
 
 
 def _naive(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta: float) -> Tensor:
     return divergence_of((x @ w.T).float(), (teacher_x @ teacher_w.T).float(), beta)
 
 
-def _trl(case: DivergenceCase) -> Callable[..., Tensor]:
+def _trl(case: DivergenceCase) -> Function:
     function: Any = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     return lambda x, w, teacher_x, teacher_w: function.apply(x, w, None, teacher_x, teacher_w, None, case.beta)[0]
 
 
-def _liger(case: DivergenceCase) -> Callable[..., Tensor]:
-    needs_cuda(case.x.device)
-    loss = importlib.import_module("liger_kernel.transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=case.beta)
+def _liger(case: DivergenceCase) -> Function:
+    loss = gpu_module(case, "liger_kernel.transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=case.beta)
     return lambda x, w, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, None)
 
 
-def _peer(name: str, make: Callable[[DivergenceCase], Callable[..., Tensor]], package: str = "") -> Peer:
-    def build(case: DivergenceCase) -> Function:
-        function = make(case)
-        return lambda: {"value": function(case.x, case.w, case.teacher.x, case.teacher.w)}
-
-    return Peer(name, build, package)
-
-
-def _lowtide(reduction: str, case: DivergenceCase) -> Callable[..., Tensor]:
+def _lowtide(reduction: str, case: DivergenceCase) -> Function:
     return partial(linear_divergence, kind=case.kind, beta=case.beta, reduction=reduction)
 
 
 PEERS = by_name(
-    _peer("lowtide", partial(_lowtide, "mean")),  # whose gradients are computed in forward
-    _peer("lowtide-none", partial(_lowtide, "none")),
-    _peer("naive", lambda case: partial(_naive, beta=case.beta)),
-    _peer("compile", lambda case: partial(compiled(_naive), beta=case.beta)),
-    _peer("trl", _trl, "trl"),
-    _peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward
+    Peer("lowtide", partial(_lowtide, "mean")),  # whose gradients are computed in forward
+    Peer("lowtide-none", partial(_lowtide, "none")),
+    Peer("naive", lambda case: partial(_naive, beta=case.beta)),
+    Peer("compile", lambda case: partial(compiled(_naive), beta=case.beta)),
+    Peer("trl", _trl, "trl"),
+    Peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward
 )
 
 

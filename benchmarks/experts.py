@@ -19,7 +19,7 @@ import torch
 from mixture import Layer, Mixture, make_mixture
 from script import main
 
-from lowtide.bench.harness import Peer, Run, by_name, needs_cuda
+from lowtide.bench.harness import Peer, Run, by_name, gpu_module
 from lowtide.bench.mlp import measure_modules
 from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 from lowtide.errors import UnsupportedError
@@ -66,8 +66,7 @@ def _transformers(implementation: str) -> Callable[[Mixture], Layer]:
 
 
 def _liger(mixture: Mixture) -> Layer:
-    needs_cuda(mixture.x.device)
-    module: Any = importlib.import_module("liger_kernel.ops.fused_moe")
+    module = gpu_module(mixture, "liger_kernel.ops.fused_moe")
     if mixture.is_gpt_oss:
         raise UnsupportedError("no biases and limits")
     gate_up, down, *_ = mixture.weights

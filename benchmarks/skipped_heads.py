@@ -27,9 +27,7 @@ TABLE = Table(
 def loss_of(options: HeadOptions | None, calls: int, case: Case) -> Function:
     """Return a case's loss with these options, after so many steps."""
 
-    def function() -> dict[str, Tensor]:
-        return {"loss": linear_cross_entropy(case.x, case.w, case.y, options=options)}
-
+    function = partial(linear_cross_entropy, options=options)
     for _ in range(calls):
         case.run_of(function)()
     return function

@@ -37,7 +37,7 @@ def peers_of(case: Case) -> Iterator[tuple[float, Any, Peer]]:
         key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
         if key not in seen:
             loss = partial(linear_cross_entropy, options=options)
-            yield value, plan, head.peer_of(f"lowtide {value:g} MiB", lambda _, loss=loss: loss)
+            yield value, plan, Peer(f"lowtide {value:g} MiB", lambda _, loss=loss: loss)
         seen.add(key)
 
 

@@ -510,7 +510,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                "bench/test_values.py -k the_limit_runs"),
         Mutant("bench/case.py", "1 / len(x), device", "1.0, device",
                "bench/test_values.py -k peers_that_run"),
-        Mutant("bench/case.py", "expected.mean()", "expected.sum()",
+        Mutant("bench/case.py", "true.mean()", "true.sum()",
                "bench/test_values.py -k what_is_wrong"),
         Mutant("bench/harness.py", '"unsupported" not in row and', "",
                "bench/test_commands.py -k own_failure"),

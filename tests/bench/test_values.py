@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,7 +44,7 @@ def case_of(work: str) -> Any:
 
 
 def loss_in_float64(case: Case, z: Tensor) -> Values:
-    return {"loss": F.cross_entropy(z, case.y, reduction="none")}
+    return (F.cross_entropy(z, case.y, reduction="none"),)
 
 
 def stats_in_float64(case: StatsCase, z: Tensor) -> Values:
@@ -57,7 +58,7 @@ def stats_in_float64(case: StatsCase, z: Tensor) -> Values:
         "sum_sq_prob": (p @ p.T).diagonal(),
         "topk": z.sort(descending=True).values[:, :8],
     }
-    return {name: values[name] for name in case.names}
+    return tuple(values[name] for name in case.names)
 
 
 CASES: dict[str, tuple[Callable[..., Values], dict[str, Peer]]] = {
@@ -74,16 +75,16 @@ def reference(request: pytest.FixtureRequest) -> tuple[Any, Values, list[Tensor 
     leaves = [leaf.detach().double().requires_grad_(bool(case.upstream)) for leaf in case.leaves]
     values = in_float64(case, leaves[0] @ leaves[1].T)
     if case.upstream:
-        sum((case.upstream[name].double() * value).sum() for name, value in values.items()).backward()
-    return case, {name: value.detach() for name, value in values.items()}, [leaf.grad for leaf in leaves], peers
+        sum((up.double() * value).sum() for up, value in zip(case.upstream, values, strict=True)).backward()
+    return case, tuple(value.detach() for value in values), [leaf.grad for leaf in leaves], peers
 
 
 def test_peers_that_run_here_and_the_exact_result_agree(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # slow
     case, values, gradients, peers = reference
     exact, exact_gradients = case.exact()
-    for name, value in values.items():
-        assert relative_error(exact[name], value) < 2e-6
+    for value, true in zip(exact, values, strict=True):
+        assert relative_error(value, true) < 2e-6
     for got, expected in zip(exact_gradients, gradients, strict=bool(case.upstream)):
         assert relative_error(got, expected) < 2e-6
     ran = set()
@@ -93,11 +94,10 @@ def test_peers_that_run_here_and_the_exact_result_agree(reference: Any, monkeypa
         except (UnsupportedError, ImportError):
             continue
         got = case.run_of(function)()
-        assert set(got) == set(values), name
-        for value in values:
-            mean = got[value].dim() == 0
-            assert mean == (value == "loss"), name
-            assert relative_error(got[value], values[value].mean() if mean else values[value]) < 1e-5, name
+        for value, true in zip(got, values, strict=True):
+            mean = value.dim() == 0
+            assert mean == (case.names == ("loss",)), name
+            assert relative_error(value, true.mean() if mean else true) < 1e-5, name
         for leaf, expected in zip(case.leaves, gradients, strict=True):
             assert (leaf.grad is None) == (expected is None), name
             if expected is not None:
@@ -135,24 +135,23 @@ def test_rows_of_the_limit_are_2048_4096_and_all() -> None:
     assert limit_rows(8192, MOST_LOGITS) == (2048,)  # there is always one
 
 
-def measured(function: Callable[[], Values], case: Case) -> Row:
-    return Bench(case, warm=0, reps=1).measure(Peer("peer", lambda _: function))
+def measured(function: Callable[[], object], case: Case) -> Row:
+    return Bench(case, warm=0, reps=1).measure(Peer("peer", lambda _: lambda *_: function()))
 
 
 def test_what_is_wrong_is_reported() -> None:
     case = case_of("logprob-entropy")
-    naive = STATS_PEERS["naive"].build(case)
-    missing = measured(lambda: {"logprob": naive()["logprob"]}, case)
-    assert missing["failed"] == "entropy: missing or not finite"
-    broken = measured(lambda: {**naive(), "entropy": (case.x.sum(1) + case.w.sum()) * math.nan}, case)
+    naive = partial(STATS_PEERS["naive"].build(case), *case.arguments)
+    assert "shorter" in measured(lambda: naive()[:1], case)["failed"]
+    broken = measured(lambda: (naive()[0], (case.x.sum(1) + case.w.sum()) * math.nan), case)
     assert broken["failed"] == "entropy, dx, dw: missing or not finite"
-    wrong = measured(lambda: {**naive(), "entropy": 1.5 * naive()["entropy"]}, case)
+    wrong = measured(lambda: (naive()[0], 1.5 * naive()[1]), case)
     assert wrong["errors"]["entropy"] > 0.1 < wrong["errors"]["dw"]
     assert wrong["errors"]["logprob"] < 1e-5
     mean = case_of("mean")
-    naive = PEERS["naive"].build(mean)
+    naive = partial(PEERS["naive"].build(mean), *mean.arguments)
     assert max(measured(naive, mean)["errors"].values()) < 1e-5
-    wrong = measured(lambda: {"loss": N * naive()["loss"]}, mean)
+    wrong = measured(lambda: N * naive(), mean)
     assert wrong["errors"]["dw"] == pytest.approx(N - 1, rel=1e-3)
 
 

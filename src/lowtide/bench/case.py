@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,13 @@ CHUNKS = (2048, 4096)  # rows of the limit's chunks; and all of them at once, wh
 MOST_LOGITS = 24 * 2**30  # bytes: more than that is not tried
 BUSY_CYCLES = 20_000_000  # of a GPU's clock that it is kept busy with, about 10 ms: longer than a call's launches take
 
-Values = dict[str, Tensor]  # by name, [N] or [N, K], or 0-d: their mean
-Function = Callable[[], Values]
+Values = tuple[Tensor, ...]  # each [N] or [N, K], or 0-d: their mean
+Function = Callable[..., Any]  # of a case's arguments: returns its values, one alone or several as a tuple
+
+
+def values_in(found: Any) -> Values:
+    """Return what a function has returned as a tuple."""
+    return found if isinstance(found, tuple) else (found,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,12 @@ class Case:
     w: Tensor
     y: Tensor
     names: tuple[str, ...] = ("loss",)
-    upstream: Values = field(default_factory=dict)
+    upstream: Values = ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a peer's function gets."""
+        return self.x, self.w, self.y
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -66,7 +76,7 @@ class Case:
 
     def values_of(self, z: Tensor, rows: slice) -> Values:
         """Return the values, differentiably, from all logits [rows, V] of some rows."""
-        return {"loss": F.cross_entropy(z, self.y[rows], reduction="none")}
+        return (F.cross_entropy(z, self.y[rows], reduction="none"),)
 
     @torch.no_grad()
     def bare(self, rows: int) -> None:
@@ -78,12 +88,12 @@ class Case:
         """
         x, w = self.x.detach(), self.w.detach()
         logits_CV = x.new_empty(min(rows, len(x)), len(w))
-        dx, dw = (torch.empty_like(x), torch.empty_like(w)) if self.upstream else (None, None)
+        dx, dw = torch.empty_like(x), torch.empty_like(w)
         for chunk in blocks(len(x), rows):
             z = logits_CV[: chunk.stop - chunk.start]
             for _ in range(2 if self.gemms == 4 else 1):
                 torch.mm(x[chunk], w.T, out=z)
-            if dx is not None and dw is not None:
+            if self.upstream:
                 torch.mm(z, w, out=dx[chunk])
                 torch.addmm(dw, z.T, x[chunk], beta=float(chunk.start > 0), out=dw)
 
@@ -92,7 +102,7 @@ class Case:
         for leaf in self.leaves:
             leaf.grad = None
 
-    def run_of(self, function: Function) -> Function:
+    def run_of(self, function: Function) -> Callable[[], Values]:
         """Return what is measured of a function, forward and, where there are gradients, backward: it returns the
         values. A mean's upstream gradient is 1.
         """
@@ -100,27 +110,27 @@ class Case:
         def run() -> Values:
             self.clear()
             with torch.set_grad_enabled(bool(self.upstream)):
-                values = function()
+                values = values_in(function(*self.arguments))
             if self.upstream:
-                ups = [self.upstream[name].to(v.dtype) if v.dim() else None for name, v in values.items()]
-                torch.autograd.backward(list(values.values()), ups)
-            return {name: value.detach() for name, value in values.items()}
+                ups = [up.to(v.dtype) if v.dim() else None for up, v in zip(self.upstream, values, strict=True)]
+                torch.autograd.backward(values, ups)
+            return tuple(value.detach() for value in values)
 
         return run
 
-    def exact(self) -> tuple[Values, list[Tensor]]:
+    def exact(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return each value in float64, from GEMMs in the next wider dtype, and the leaves' gradients in that dtype,
         if there are gradients.
         """
         leaves = [leaf.detach().to(wider(leaf.dtype)).requires_grad_(bool(self.upstream)) for leaf in self.leaves]
-        parts: list[Values] = []
+        parts: list[list[Tensor]] = []
         for rows in blocks(len(self.x), ROWS):
             values = self.values_of(F.linear(leaves[0][rows], *leaves[1:]).double(), rows)
-            parts.append({name: value.detach() for name, value in values.items()})
+            parts.append([value.detach() for value in values])
             if self.upstream:
-                torch.autograd.backward(list(values.values()), [self.upstream[n][rows].double() for n in values])
+                torch.autograd.backward(values, [up[rows].double() for up in self.upstream])
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        return {name: torch.cat([values[name] for values in parts]) for name in self.names}, gradients
+        return [torch.cat(value) for value in zip(*parts, strict=True)], gradients
 
 
 def make_case(shape: Any, dtype: torch.dtype, device: str | torch.device, *, seed: int = 0) -> Case:
@@ -141,7 +151,7 @@ def loss_case(shape: Any, x: Tensor, w: Tensor, y: Tensor) -> Case:
     """Return the case of the mean loss and both gradients."""
     upstream = torch.full((len(x),), 1 / len(x), device=x.device)
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    return Case(shape=shape, x=x, w=w, y=y, upstream={"loss": upstream})
+    return Case(shape=shape, x=x, w=w, y=y, upstream=(upstream,))
 
 
 def blocks(N: int, rows: int) -> Iterator[slice]:
@@ -220,7 +230,7 @@ class Bench:
             release(self.device)
         return row
 
-    def _fill(self, row: Row, run: Function) -> None:
+    def _fill(self, row: Row, run: Callable[[], Values]) -> None:
         functions: dict[str, Callable[[], object]] = {"limit": partial(self.case.bare, self.best_rows), "peer": run}
         busy = {"busy_": partial(torch.cuda._sleep, BUSY_CYCLES)} if self.device.type == "cuda" else {}
         for prefix, behind in {"": None, **busy}.items():
@@ -229,21 +239,21 @@ class Bench:
             reading = {"ms": ms, "spread": timings["peer"].spread, "limit_ms": limit_ms, "share": limit_ms / ms}
             row |= {f"{prefix}{key}": value for key, value in reading.items()}
         self.case.clear()
-        values: Values = {}
-        row["peak_mib"] = mib(peak_above(lambda: values.update(run()), self.device))
+        values: list[Tensor] = []
+        row["peak_mib"] = mib(peak_above(lambda: values.extend(run()), self.device))
         errors = self._errors(values)
         row["errors"] = {name: error for name, error in errors.items() if math.isfinite(error)}
         if missing := [name for name in errors if name not in row["errors"]]:
             row["failed"] = f"{', '.join(missing)}: missing or not finite"
 
-    def _errors(self, got: Values) -> dict[str, float]:
-        """Return the errors of what a peer has returned and of its gradients, by name; NaN for what is missing."""
-        errors = {}
-        for name, expected in self.exact.items():
-            value = got.get(name, torch.tensor(math.nan))
-            errors[name] = (value.double() - (expected if value.dim() else expected.mean())).abs().mean().item()
-        for name, leaf, gradient in zip(("dx", "dw", "db"), self.case.leaves, self.exact_gradients, strict=False):
-            errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, gradient)
+    def _errors(self, values: list[Tensor]) -> dict[str, float]:
+        """Return the errors of a peer's values and gradients, by name; NaN for a gradient that is missing."""
+        errors = {
+            name: (value.double() - (true if value.dim() else true.mean())).abs().mean().item()
+            for name, value, true in zip(self.case.names, values, self.exact, strict=True)
+        }
+        for name, leaf, true in zip(("dx", "dw", "db"), self.case.leaves, self.exact_gradients, strict=False):
+            errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, true)
         return errors
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import gc
+import importlib
 import json
 import os
 import re
@@ -53,10 +54,11 @@ def by_name(*peers: Peer) -> dict[str, Peer]:
     return {peer.name: peer for peer in peers}
 
 
-def needs_cuda(device: torch.device) -> None:
-    """Raise `UnsupportedError` on a CPU, for a peer without an implementation there."""
-    if device.type != "cuda":
+def gpu_module(case: Any, name: str) -> Any:
+    """Import a peer's module without an implementation for CPUs: `UnsupportedError` for a case there."""
+    if case.x.device.type != "cuda":
         raise UnsupportedError("runs on GPUs only")
+    return importlib.import_module(name)
 
 
 def compiled(function: Any) -> Any:

@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.bench.case import TABLE, Bench, Case, Function, make_case
-from lowtide.bench.harness import Peer, Row, Run, Table, by_name, compiled, needs_cuda, release
+from lowtide.bench.case import TABLE, Bench, Case, Function, Values, make_case, values_in
+from lowtide.bench.harness import Peer, Row, Run, Table, by_name, compiled, gpu_module, release
 from lowtide.bench.variant import LIGER, LOWTIDE
 from lowtide.errors import UnsupportedError
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.plan import plan_head
 
-Loss = Callable[..., Tensor]  # of x [N, D], w [V, D] and y [N]
-IGNORED = -100
+IGNORED, ENTROPY = -100, "entropy"
 CHUNKS = 8  # of tokens, in the forms that users write
 CCE = ("cut_cross_entropy", "linear_cross_entropy")
 LIGER_LOSS = ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
@@ -81,44 +80,36 @@ def in_chunks(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return torch.stack(checkpointed(summed_loss, x, w, y)).sum() / len(y)
 
 
-def torch_loss(_: Case) -> Loss:
+def torch_loss(_: Case) -> Function:
     """Return PyTorch's own, with its own choice of chunks."""
     if not hasattr(F, "linear_cross_entropy"):
         raise UnsupportedError(f"torch {torch.__version__} has no linear_cross_entropy. Install torch 2.13 or newer")
     return F.linear_cross_entropy
 
 
-def on_cuda(module: str, function: str, **options: Any) -> Callable[[Case], Loss]:
+def on_cuda(module: str, function: str, **options: Any) -> Callable[[Case], Function]:
     """Return what imports a package's loss for GPUs, with these keyword arguments."""
-
-    def make(case: Case) -> Loss:
-        needs_cuda(case.x.device)
-        return partial(getattr(importlib.import_module(module), function), **options)
-
-    return make
+    return lambda case: partial(getattr(gpu_module(case, module), function), **options)
 
 
-def _quack(case: Case) -> Loss:
+def _quack(case: Case) -> Function:
     # 0.6.5 takes no chunks of as many rows as the hidden size has numbers
     options: Any = {"reduction": "mean"} | ({"chunk_size": 2048} if case.shape.D == 4096 else {})
     return on_cuda("quack.linear_cross_entropy", "chunked_linear_cross_entropy", **options)(case)
 
 
-def _liger_sm90(case: Case) -> Loss:
-    needs_cuda(case.x.device)
-    module: Any = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+def _liger_sm90(case: Case) -> Function:
+    module = gpu_module(case, "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
     return lambda x, w, y: module.LigerFusedLinearCrossEntropySM90Function.apply(x, w, y, IGNORED, "mean")
 
 
-def liger_native(case: Case, *, entropy: bool = False) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """Return Liger's native function, from liger-cute-kernels, on a group of this process alone.
-
-    Its function returns each token's loss, and with ``entropy`` a pair with each one's entropy.
+def liger_native(case: Case) -> Function:
+    """Return Liger's native function, from liger-cute-kernels, on a group of this process alone: each token's loss, and
+    its entropy where the case has that.
     """
-    needs_cuda(case.x.device)
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast: there is one rank
     os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
-    native: Any = importlib.import_module("liger_cute_kernels")
+    native = gpu_module(case, "liger_cute_kernels")
     if not dist.is_initialized():
         alone: Any = vars(dist)["HashStore"]
         dist.init_process_group("nccl", store=alone(), rank=0, world_size=1)
@@ -126,49 +117,43 @@ def liger_native(case: Case, *, entropy: bool = False) -> Callable[[Tensor, Tens
     native.configure(flsce=native.FusedLinearCrossEntropyConfig(**sizes))
     module: Any = importlib.import_module("liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp")
     apply = module.LigerFusedLinearScaledCrossEntropyNativeTPFunction.apply
-    return lambda x, w, y: apply(x, w, y, 0, 1.0, IGNORED, 1, entropy, None)
+    return lambda x, w, y: apply(x, w, y, 0, 1.0, IGNORED, 1, ENTROPY in case.names, None)
 
 
-def _native(case: Case) -> Loss:
-    losses = liger_native(case)
-    return lambda x, w, y: losses(x, w, y).mean()
-
-
-def trl_logprobs(outputs: tuple[str, ...] = ()) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """Return TRL's function of the log-probabilities [N], and of the other outputs requested."""
+def trl(case: Case) -> Function:
+    """Return TRL's function: each token's loss, and its entropy where the case has that."""
     apply: Any = importlib.import_module("trl.kernels").ChunkedLogProbFunction.apply
-    return lambda x, w, y: apply(x, w, None, y, 1.0, TRL_COLUMNS, None, 1.0, outputs)
+    outputs = tuple(name for name in case.names if name == ENTROPY)
+
+    def losses(x: Tensor, w: Tensor, y: Tensor) -> Values:
+        logprobs, *more = apply(x, w, None, y, 1.0, TRL_COLUMNS, None, 1.0, outputs)
+        return -logprobs, *more[: len(outputs)]
+
+    return losses
 
 
-def _trl(_: Case) -> Loss:
-    logprobs = trl_logprobs()
-    return lambda x, w, y: -logprobs(x, w, y)[0].mean()
-
-
-def peer_of(name: str, make: Callable[[Case], Loss], package: str = "") -> Peer:
-    """Return the peer of a loss that is made for a case."""
-
+def _mean_of(make: Callable[[Case], Function]) -> Callable[[Case], Function]:
     def build(case: Case) -> Function:
-        loss = make(case)
-        return lambda: {"loss": loss(case.x, case.w, case.y)}
+        losses = make(case)
+        return lambda x, w, y: values_in(losses(x, w, y))[0].mean()
 
-    return Peer(name, build, package)
+    return build
 
 
 PEERS = by_name(
-    peer_of(LOWTIDE, lambda _: linear_cross_entropy),
-    peer_of("naive", lambda _: naive),
-    peer_of("compile", lambda _: compiled(naive)),
-    peer_of(LIGER, on_cuda(*LIGER_LOSS), "liger-kernel"),
-    peer_of("liger-sm90", _liger_sm90, "liger-kernel"),
-    peer_of("liger-native", _native, "liger-cute-kernels"),
-    peer_of("cce", on_cuda(*CCE), "cut-cross-entropy"),  # small gradients dropped
-    peer_of("cce-exact", on_cuda(*CCE, filter_eps=None), "cut-cross-entropy"),
-    peer_of("quack", _quack, "quack-kernels"),
-    peer_of("trl", _trl, "trl"),
-    peer_of("torch", torch_loss),
-    peer_of(f"checkpoint-{CHUNKS}", lambda _: in_chunks),
-    peer_of(f"forward-{CHUNKS}", lambda _: GradientsInForward.apply),
+    Peer(LOWTIDE, lambda _: linear_cross_entropy),
+    Peer("naive", lambda _: naive),
+    Peer("compile", lambda _: compiled(naive)),
+    Peer(LIGER, on_cuda(*LIGER_LOSS), "liger-kernel"),
+    Peer("liger-sm90", _liger_sm90, "liger-kernel"),
+    Peer("liger-native", _mean_of(liger_native), "liger-cute-kernels"),
+    Peer("cce", on_cuda(*CCE), "cut-cross-entropy"),  # small gradients dropped
+    Peer("cce-exact", on_cuda(*CCE, filter_eps=None), "cut-cross-entropy"),
+    Peer("quack", _quack, "quack-kernels"),
+    Peer("trl", _mean_of(trl), "trl"),
+    Peer("torch", torch_loss),
+    Peer(f"checkpoint-{CHUNKS}", lambda _: in_chunks),
+    Peer(f"forward-{CHUNKS}", lambda _: GradientsInForward.apply),
 )
 
 

@@ -5,7 +5,6 @@ N tokens (batch times sequence), D hidden size, F intermediate size.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.harness import Peer, Row, Run, Table, by_name, compiled, needs_cuda, reason_in, release
+from lowtide.bench.harness import Peer, Row, Run, Table, by_name, compiled, gpu_module, reason_in, release
 from lowtide.bench.variant import LOWTIDE
 from lowtide.errors import UnsupportedError
 from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
@@ -122,8 +121,7 @@ def _naive(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def _liger(case: ModuleCase) -> Layer:
-    needs_cuda(case.x.device)
-    product: Any = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply
+    product = gpu_module(case, "liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply
     return lambda x, gate, up, down: F.linear(product(F.linear(x, gate), F.linear(x, up)), down)
 
 

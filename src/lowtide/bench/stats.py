@@ -5,7 +5,6 @@ N tokens, D hidden size, V vocabulary, K targets per token.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.bench.case import Case, Function, Values, make_case, measure_cases
-from lowtide.bench.harness import Peer, Run, by_name, compiled, needs_cuda
-from lowtide.bench.head import CCE, IGNORED, checkpointed, liger_native, on_cuda, torch_loss, trl_logprobs
+from lowtide.bench.case import Case, Function, Values, make_case, measure_cases, values_in
+from lowtide.bench.harness import Peer, Run, by_name, compiled, gpu_module
+from lowtide.bench.head import CCE, ENTROPY, IGNORED, checkpointed, liger_native, on_cuda, torch_loss, trl
 from lowtide.bench.variant import LOWTIDE
 from lowtide.errors import UnsupportedError
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
-LOGPROB, ENTROPY, TOPK = "logprob", "entropy", "topk"  # the highest logits' values, without their classes
+LOGPROB, TOPK = "logprob", "topk"  # the highest logits' values, without their classes
 SEVERAL = 8  # targets of a token, or highest logits
 ALL = (LOGPROB, ENTROPY, "lse", "mean_logit", "sum_sq_prob")
 WORKS: dict[str, tuple[str, tuple[str, ...], int]] = {  # title, values, GEMMs
@@ -46,7 +45,7 @@ def stats_of(z: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
         "sum_sq_prob": lambda: logprobs.exp().square().sum(-1),
         TOPK: lambda: z.topk(min(SEVERAL, z.shape[-1])).values,
     }
-    return {name: functions[name]() for name in names}
+    return tuple(functions[name]() for name in names)
 
 
 class StatsCase(Case):
@@ -67,9 +66,10 @@ def stats_case(case: Case, work: str) -> StatsCase:
     random: Any = {"device": x.device, "generator": torch.Generator(x.device).manual_seed(1)}
     if work == "targets":
         y = torch.cat((y[:, None], torch.randint(0, len(w), (N, SEVERAL - 1), **random)), 1)
-    upstream = {name: torch.randn(y.shape if name == LOGPROB else (N,), **random) / N for name in names if gemms > 1}
-    x, w = (t.requires_grad_(gemms > 1) for t in (x, w))
-    name = f"{title}, {'forward and backward' if upstream else 'no gradient'}"
+    trained = gemms > 1
+    upstream = tuple(torch.randn(y.shape if n == LOGPROB else (N,), **random) / N for n in names if trained)
+    x, w = (t.requires_grad_(trained) for t in (x, w))
+    name = f"{title}, {'forward and backward' if trained else 'no gradient'}"
     return StatsCase(shape=case.shape, name=name, gemms=gemms, x=x, w=w, y=y, names=names, upstream=upstream)
 
 
@@ -82,14 +82,13 @@ def stats_cases(run: Run, shape: Any) -> Iterator[StatsCase]:
 
 
 def _lowtide(case: Case) -> Function:
-    x, w, y = case.x, case.w, case.y
     if case.names == (LOGPROB,):
-        return lambda: {LOGPROB: linear_logprobs(x, w, y)}
-    topk = min(SEVERAL, len(w)) if TOPK in case.names else None
+        return linear_logprobs
+    topk = SEVERAL if TOPK in case.names else None
 
-    def run() -> Values:
-        stats: Any = linear_token_stats(x, w, y, want=case.names, topk=topk)
-        return {name: stats.topk.values if name == TOPK else getattr(stats, name) for name in case.names}
+    def run(x: Tensor, w: Tensor, y: Tensor) -> Values:
+        stats: Any = linear_token_stats(x, w, y, want=case.names, topk=topk and min(topk, len(w)))
+        return tuple(stats.topk.values if name == TOPK else getattr(stats, name) for name in case.names)
 
     return run
 
@@ -102,63 +101,48 @@ def _checkpointed(case: Case) -> Function:
     def of_logits(z: Tensor, y: Tensor) -> Values:
         return stats_of(z.float(), y, case.names)
 
-    def run() -> Values:
-        chunks = checkpointed(of_logits, case.x, case.w, case.y)
-        return {name: torch.cat([values[name] for values in chunks]) for name in case.names}
-
-    return run
+    return lambda *arguments: tuple(map(torch.cat, zip(*checkpointed(of_logits, *arguments), strict=True)))
 
 
-def _peer(name: str, make: Callable[..., Callable[..., Any]], package: str = "", *, entropy: bool = False) -> Peer:
-    """Return the peer of what ``make`` builds for a case: a function of x [N, D], w [V, D] and y [N] to each token's
-    loss; with ``entropy`` it is built for whether that is requested as well, which comes second.
+def _losses(
+    name: str, make: Callable[[Case], Function], package: str = "", known: tuple[str, ...] = (LOGPROB,)
+) -> Peer:
+    """Return the peer of what ``make`` builds for a case: a function that returns each token's loss, and its entropy if
+    the case has that and the peer knows it.
     """
-    known = (LOGPROB, ENTROPY) if entropy else (LOGPROB,)
 
     def build(case: Case) -> Function:
         if case.y.dim() > 1 or not {*known}.issuperset(case.names):
             raise UnsupportedError(f"computes {' and '.join(known)} of one target a token alone")
-        both = ENTROPY in case.names
-        function = make(case, entropy=both) if entropy else make(case)
+        function = make(case)
 
-        def run() -> Values:
-            values = function(case.x, case.w, case.y)
-            return {LOGPROB: -values[0], ENTROPY: values[1]} if both else {LOGPROB: -values}
+        def run(x: Tensor, w: Tensor, y: Tensor) -> Values:
+            losses, *entropies = values_in(function(x, w, y))
+            return -losses, *entropies
 
         return run
 
     return Peer(name, build, package)
 
 
-def _trl(_: Case, *, entropy: bool) -> Callable[..., Any]:
-    function = trl_logprobs((ENTROPY,) if entropy else ())
-
-    def run(x: Tensor, w: Tensor, y: Tensor) -> Any:
-        logprobs, *more = function(x, w, y)
-        return (-logprobs, *more) if entropy else -logprobs
-
-    return run
-
-
-def _liger_scaled(case: Case, *, entropy: bool) -> Callable[..., Any]:
+def _liger_scaled(case: Case) -> Function:
     """Liger's CuTe kernels for Hopper; elsewhere it would silently run plain PyTorch in chunks."""
-    needs_cuda(case.x.device)
+    module = gpu_module(case, "liger_kernel.ops.fused_linear_scaled_cross_entropy")
     if torch.cuda.get_device_capability(case.x.device) != (9, 0):
         raise UnsupportedError("its kernels are for GPUs of compute capability 9.0")
-    module: Any = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
-    return lambda x, w, y: apply(x, w, y, 1.0, IGNORED, 1, entropy)
+    return lambda x, w, y: apply(x, w, y, 1.0, IGNORED, 1, ENTROPY in case.names)
 
 
 PEERS = by_name(
     Peer(LOWTIDE, _lowtide),
-    Peer("naive", lambda case: partial(_naive, case.x, case.w, case.y, case.names)),
-    Peer("compile", lambda case: partial(compiled(_naive), case.x, case.w, case.y, case.names)),
-    _peer("trl", _trl, "trl", entropy=True),
-    _peer("liger-scaled", _liger_scaled, "liger-kernel", entropy=True),
-    _peer("liger-native", liger_native, "liger-cute-kernels", entropy=True),
-    _peer("cce-exact", on_cuda(*CCE, filter_eps=None, reduction="none"), "cut-cross-entropy"),
-    _peer("torch", lambda case: partial(torch_loss(case), reduction="none")),
+    Peer("naive", lambda case: partial(_naive, names=case.names)),
+    Peer("compile", lambda case: partial(compiled(_naive), names=case.names)),
+    _losses("trl", trl, "trl", (LOGPROB, ENTROPY)),
+    _losses("liger-scaled", _liger_scaled, "liger-kernel", (LOGPROB, ENTROPY)),
+    _losses("liger-native", liger_native, "liger-cute-kernels", (LOGPROB, ENTROPY)),
+    _losses("cce-exact", on_cuda(*CCE, filter_eps=None, reduction="none"), "cut-cross-entropy"),
+    _losses("torch", lambda case: partial(torch_loss(case), reduction="none")),
     Peer("checkpoint-8", _checkpointed),
 )
 
