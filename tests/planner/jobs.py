@@ -33,7 +33,7 @@ def cost_of(job: Job, policy: ActivationPolicy) -> LayerCost:
 def one_of(costs: StepCosts, groups: Groups) -> Candidate:
     """A mixture with what it takes, all optimizer states on the GPU."""
     step = costs.step(groups)
-    return Candidate(tuple(groups), costs.peaks(step)[0], step.host, step.seconds)
+    return Candidate(tuple(groups), costs.peak(step), step.host, step.seconds)
 
 
 def groups_of(text: str) -> Groups:

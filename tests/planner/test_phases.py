@@ -132,9 +132,8 @@ def test_offloaded_states_by_phase(late: bool) -> None:
     assert held["backward of layer 31"] == every - n
     assert held["backward of layer 0"] == every - n * late
     assert held["backward of layer 19"] == every - int(n * (1 if late else 1 - 12 / 30))
-    assert costs.peaks(costs.step(groups), [n], late=late) == [
-        max(phase.bytes for phase in costs.phases(groups, n, late=late))
-    ]
+    most = max(phase.bytes for phase in costs.phases(groups, n, late=late))
+    assert costs.peak(costs.step(groups), n, late=late) == most
 
 
 @pytest.mark.parametrize(
@@ -280,7 +279,7 @@ def test_zero3_and_ddp_by_hand() -> None:
     assert phases["optimizer"].gathered == 2 * BUCKET + 4 * SUB_GROUP
     alone, each = (phases_of(job, (INPUT, 32))["head"] for job in (job_of(optimizer="adamw"), shared(4, "ddp")))
     assert each.bytes - alone.bytes == each.gathered == 2 * PARAMS, "buckets have the gradients once more"
-    assert StepCosts(shared(4, "ddp")).ranks.exchanged.bytes == pytest.approx(2 * 3 / 4 * 2 * PARAMS)
+    assert StepCosts(shared(4, "ddp")).ranks.received == pytest.approx(2 * 3 / 4 * 2 * PARAMS)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "zero3"])
@@ -292,7 +291,7 @@ def test_adapters_on_several_gpus(parallel: str) -> None:
     held = 2 * PARAMS + (4 if parallel != "zero3" else 2) * adapters
     assert costs.weights == (held if parallel == "ddp" else held // 2)
     assert costs.states == 2 * 4 * adapters // (1 if parallel == "ddp" else 2) + 2 * adapters * (parallel == "zero3")
-    received = costs.ranks.exchanged.bytes
+    received = costs.ranks.received
     if parallel == "ddp":
         assert received == pytest.approx(4 * adapters)
     else:
@@ -304,15 +303,15 @@ def test_adapters_on_several_gpus(parallel: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "gathered", "reduced"), [("bfloat16", 2, 2), (None, 2, 4)])
 def test_exchanges_of_fsdp2_are_those_of_scale_on_paper(dtype: str | None, gathered: int, reduced: int) -> None:
-    found = StepCosts(shared(8, dtype=dtype)).ranks.exchanged
+    found = StepCosts(shared(8, dtype=dtype)).ranks
     twice, once = 32 * LAYER + VOCAB, TAIL
-    assert found.bytes == pytest.approx(7 / 8 * (twice * (2 * gathered + reduced) + once * (gathered + reduced)))
+    assert found.received == pytest.approx(7 / 8 * (twice * (2 * gathered + reduced) + once * (gathered + reduced)))
     # nothing runs beside the first two gathers, and the last reduction
-    assert found.before == pytest.approx(7 / 8 * ((VOCAB + LAYER) * gathered + VOCAB * reduced))
+    assert found.awaited == pytest.approx(7 / 8 * ((VOCAB + LAYER) * gathered + VOCAB * reduced))
     links = (900, None, 50, 10, 5)
     seconds = [one_of(StepCosts(shared(8, dtype=dtype, link=link)), ((ALL, 32),)).seconds for link in links]
     assert seconds == sorted(set(seconds))
-    assert 0.95 * found.bytes / (5 * GIB) < seconds[-1] < seconds[1] + 2 * found.bytes / (5 * GIB)
+    assert 0.95 * found.received / (5 * GIB) < seconds[-1] < seconds[1] + 2 * found.received / (5 * GIB)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])

@@ -132,8 +132,7 @@ def gpu_named(name: str) -> Gpu:
         ArgumentValueError: An unknown name.
     """
     plain = _letters(name)
-    spellings = {_letters(one): one for one in GPUS} | {_letters(one).removeprefix("rtx"): one for one in GPUS}
-    found = _SIZED.get(plain) or spellings.get(plain) or known_as(name)
+    found = _SIZED.get(plain) or {_letters(one): one for one in GPUS}.get(plain) or known_as(name)
     if found is None:
         expected = f"'cuda' for the GPU at hand, or one of {', '.join(GPUS)}"
         raise ArgumentValueError(message("device", expected, repr(name), did_you_mean(name, GPUS)))
@@ -141,7 +140,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def _letters(name: str) -> str:
-    return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia")
+    return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("rtx")
 
 
 def known_as(driver_name: str) -> str | None:

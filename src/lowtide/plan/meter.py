@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "aten::_local_scalar_dense":
             return True if args[0].dtype == torch.bool else 1
         if name in _INDEXED:
-            args = (args[0], self._without_masks(args[1]), *args[2:])
+            args = (args[0], [x for index in args[1] for x in self._indices(index)], *args[2:])
         if name == "aten::nonzero":
             out = self._nonzero(args[0])
         elif name == _GROUPED:
@@ -103,13 +103,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         every = mask.numel() if self._experts in (0, mask.numel()) else max(1, mask.numel() // self._experts)
         return torch.empty(every, mask.dim(), dtype=torch.long, device="meta")
 
-    def _without_masks(self, indices: list[Tensor | None]) -> list[Tensor | None]:
-        """Return indices with those in place of each mask of bools that it selects."""
-        found: list[Tensor | None] = []
-        for index in indices:
-            is_mask = index is not None and index.dtype == torch.bool
-            found += self._nonzero(index).unbind(1) if is_mask and index is not None else [index]
-        return found
+    def _indices(self, index: Tensor | None) -> Sequence[Tensor | None]:
+        """Return an index, or in place of a mask of bools those that it selects."""
+        return [index] if index is None or index.dtype != torch.bool else self._nonzero(index).unbind(1)
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

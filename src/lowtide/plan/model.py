@@ -127,7 +127,7 @@ class MetaModel:
         self.vocab, self.hidden = map(int, weight.shape)
         self.vocab_params = int(weight.numel())
         self.tied: bool = model.get_input_embeddings().weight is weight
-        heads = settings.get(text.attribute_map.get("num_attention_heads", "num_attention_heads"))  # n_head, say
+        heads = getattr(text, "num_attention_heads", None)  # in some n_head
         self.head_dim = int(settings.get("head_dim") or (self.hidden // heads if type(heads) is int else 0))
         self.params = int(sum(p.numel() for p in model.parameters()))
         layers = find_stack(model).layers
@@ -140,9 +140,7 @@ class MetaModel:
         kinds = list(dict.fromkeys(keys))
         self.kind_of = tuple(map(kinds.index, keys))
         self._loops: bool | None = None  # over tokens
-        self._read_as: Callable[..., Any]  # of the run that is being read
         self._layers: dict[int, Any] = {}
-        self._found: dict[int, tuple[torch.dtype, Reading, Any]] = {}  # with the input's dtype, and what it returned
         for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
             model.set_submodule(name, self._layers.setdefault(kind, layer))
         # The room of models is above this one: `lowtide.patch` is looked up when it is needed.
@@ -200,7 +198,19 @@ class MetaModel:
         """Return the readings of layers that have run at the whole size."""
         if run in self._readings:
             return self._readings[run]
-        self._found.clear()
+        found: dict[int, tuple[torch.dtype, Reading, Any]] = {}  # with the input's dtype, and what the layer returned
+
+        def answer(kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Return what a layer of a kind returns, with its reading taken where it has not been for such an input.
+
+            Layers may widen the residual stream: all but the first then have the wide input, and theirs is the reading.
+            """
+            dtype = _hidden(args, kwargs).dtype
+            if kind not in found or found[kind][0] != dtype:
+                with torch.enable_grad(), _disable_current_modes():
+                    found[kind] = dtype, *self._read(run, self._layers[kind], forward, args, kwargs)
+            return found[kind][2]
+
         B, T = run.batch_size, run.seq_len
         for name, p in self._model.named_parameters():
             p.requires_grad_(p.is_floating_point() and (not run.frozen or _LORA in name))
@@ -210,34 +220,20 @@ class MetaModel:
         given = {"input_ids": torch.ones(B, T, dtype=torch.long, device="meta")}
         if run.masked:
             given["attention_mask"] = torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")
-        forwards = {kind: layer.forward for kind, layer in self._layers.items()}
-        self._read_as = lambda kind, *given: self._read(run, self._layers[kind], forwards[kind], *given)
         try:
             for kind, layer in self._layers.items():
-                vars(layer)["forward"] = partial(self._answer, kind)
+                vars(layer)["forward"] = partial(answer, kind, layer.forward)
             with torch.no_grad(), Meter(self.experts), stand_ins(B * T * self._visits, masked=run.masked):
                 self._model(**given)
         finally:
             for layer in self._layers.values():
                 vars(layer).pop("forward", None)
-        found, kinds = {kind: reading for kind, (_, reading, _) in self._found.items()}, len(self._layers)
-        self._found.clear()
-        if len(found) < kinds:
-            raise RuntimeError(f"a forward with tokens alone ran {len(found)} of its {kinds} kinds of layers")
-        self._readings[run] = tuple(found[kind] for kind in range(kinds))
+        if len(found) < len(self._layers):
+            raise RuntimeError(
+                f"a forward with tokens alone ran {len(found)} of its {len(self._layers)} kinds of layers"
+            )
+        self._readings[run] = tuple(found[kind][1] for kind in self._layers)
         return self._readings[run]
-
-    def _answer(self, kind: int, *args: Any, **kwargs: Any) -> Any:
-        """Return what a layer of a kind returns, with its reading taken where it has not been for such an input.
-
-        Layers may widen the residual stream: all but the first then have the wide input, and theirs is the reading.
-        """
-        hidden = _hidden(args, kwargs)
-        if kind not in self._found or self._found[kind][0] != hidden.dtype:
-            with torch.enable_grad(), _disable_current_modes():
-                reading, outputs = self._read_as(kind, args, kwargs)
-            self._found[kind] = hidden.dtype, reading, outputs
-        return self._found[kind][2]
 
     def _read(
         self, run: Run, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any

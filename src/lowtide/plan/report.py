@@ -20,7 +20,17 @@ from lowtide.plan.step_costs import PARTS, Phase
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
 HOST_TOKENS = 4096  # of a step on a GPU: with fewer the host, which launches the kernels, sets the pace
-_ASKED = ("seq_len", "batch_size", "autocast", "attention_mask", "fused_mlp", "keep_gradients", "optimizer", "gpus")
+_ASKED = (
+    "seq_len",
+    "batch_size",
+    "autocast",
+    "attention_mask",
+    "fused_mlp",
+    "keep_gradients",
+    "optimizer",
+    "gpus",
+    "parallel",
+)
 _SHARDED = {
     DDP: "DDP: each GPU has all of the model; buckets hold the gradients a second time",
     FSDP2: "units of FSDP2: each layer; the embedding; the last norm and the output layer, which stay gathered",
@@ -100,14 +110,14 @@ class MemoryPlan:
     @property
     def states_gib(self) -> float | None:
         """The optimizer states to offload as `lowtide.memory.offload_optimizer` takes them: in GiB, None for all."""
-        return None if self.chosen.states == self.phases[-1].optimizer else gib(self.chosen.states)
+        return None if self.chosen.states == self.search.costs.states else gib(self.chosen.states)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain numbers and texts, for JSON."""
         job, model = self.job, self.job.model
         asked = {name: getattr(job, name) for name in _ASKED}
         sizes = ("params", "vocab", "hidden", "kind_of", "experts", "windows")
-        found = {
+        return {
             **asked,
             "model": {"model_type": job.model_type, "model_class": model.name, "layers": job.layers}
             | {name: getattr(model, name) for name in sizes},
@@ -125,12 +135,6 @@ class MemoryPlan:
             "front": [_candidate(one) for one in self.search.front],
             "notes": list(self.notes),
         }
-        if job.gpus > 1:
-            exchanged = self.search.costs.ranks.exchanged
-            hidden, waited = self.search.costs.exchange_seconds(exchanged)
-            exchange = {"gib": gib(exchanged.bytes), "hidden_s": hidden, "waited_s": waited}
-            found |= {"parallel": job.parallel, "link_gb_s": job.link_rate / 1e9, "exchange": exchange}
-        return found
 
     def __str__(self) -> str:
         return self.text()
@@ -203,16 +207,16 @@ class MemoryPlan:
         mask, positions = gib(job.narrow * job.batch_size * job.seq_len**2), job.settings.get("max_position_embeddings")
         close = CLOSE * gpu.memory_bytes < self.peak_bytes <= gpu.memory_bytes
         why = "close to the GPU's size" if close else "states leave and come back in each step"
-        exchanged = self.search.costs.ranks.exchanged
-        hidden, waited = self.search.costs.exchange_seconds(exchanged)
+        ranks = self.search.costs.ranks
+        waited, beside = (n / job.link_rate for n in (ranks.awaited, ranks.received - ranks.awaited))
         several, part = job.gpus > 1, job.settings.get("part_of")
         notes = {
-            f"each GPU receives {gib(exchanged.bytes):.2f} GiB per step at {job.link_rate / 1e9:.0f} GB/s:"
-            f" {hidden:.3f} s beside the layers' work, {waited:.3f} s that it waits for": several,
+            f"each GPU receives {gib(ranks.received):.2f} GiB per step at {job.link_rate / 1e9:.0f} GB/s:"
+            f" {beside:.3f} s beside the layers' work, {waited:.3f} s that it waits for": several,
             f"assumes {job.gpus} GPUs in one host: --link 50GB plans a network of 400 Gb/s": several and not job.link,
             _SHARDED[job.parallel]: several,
             f"budget {budget}, not {requested}: the rest of the {gpu.memory_gib:.2f} GiB is its allocator's": (
-                self.requested_bytes > self.budget_bytes and budget != requested
+                budget != requested
             ),
             f"fewer than {HOST_TOKENS:,} tokens: the host, which launches the kernels, sets the pace": (
                 job.tokens < HOST_TOKENS

@@ -90,16 +90,14 @@ class Search:
         step = costs.step(groups)
         if step.host > self.host_bytes or (not step.host and any(policy.offload for policy, _ in groups)):
             return []
-        found = [Candidate(groups, costs.peaks(step)[0], step.host, step.seconds)]
-        hosts = {n: step.host + costs.states_on_host(n) for n in self._amounts if n <= step.travels}
-        amounts = [n for n, host in hosts.items() if host <= self.host_bytes]
-        for late in (False, True)[: 2 * bool(amounts)]:
+        found = [Candidate(groups, costs.peak(step), step.host, step.seconds)]
+        for late in (False, True):
             least = found[0].peak
-            for n, peak in zip(amounts, costs.peaks(step, amounts, late=late), strict=True):
-                if peak < least:
-                    seconds = step.seconds + costs.on_the_way(n, late=late)
-                    found.append(Candidate(groups, peak, hosts[n], seconds, n, late))
-                least = min(least, peak)
+            for n in self._amounts:
+                host, peak = step.host + costs.states_on_host(n), costs.peak(step, n, late=late)
+                if n <= step.travels and host <= self.host_bytes and peak < least:
+                    least = peak
+                    found.append(Candidate(groups, peak, host, step.seconds + costs.on_the_way(n, late=late), n, late))
         return found
 
     def _all_of(self, mixtures: Iterable[Groups]) -> list[Candidate]:

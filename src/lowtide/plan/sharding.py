@@ -10,7 +10,7 @@ its forward to its backward.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,21 +20,6 @@ from lowtide.plan.job import Job
 
 # DeepSpeed's defaults, in parameters: stage3_max_live_parameters, reduce_bucket_size, sub_group_size.
 LIVE, BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
-
-
-class Exchange(NamedTuple):
-    """What a GPU receives from the others during some work, in bytes."""
-
-    beside: float = 0.0  # come while the work runs
-    before: float = 0.0  # the work waits for them
-
-    @property
-    def bytes(self) -> float:
-        """Return the bytes received."""
-        return self.beside + self.before
-
-
-NOTHING = Exchange()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +44,15 @@ class Ranks:
     reduction: int = 0  # gathered when its gradient is reduced, and nothing else is left
     to_come: int = 0  # gradients that are not reduced by then
     step: int = 0  # held in the optimizer's step alone
-    ahead: Exchange = NOTHING  # of a layer's forward
-    behind: Exchange = NOTHING  # of its backward
-    others: Exchange = NOTHING  # of everything but the layers
+    ahead: float = 0.0  # bytes that come from other GPUs beside a layer's forward
+    behind: float = 0.0  # beside its backward
+    beside: float = 0.0  # beside everything but the layers
+    awaited: float = 0.0  # beside nothing
 
     @property
-    def exchanged(self) -> Exchange:
-        """Return what a GPU receives from the others in a step."""
-        sums = zip(self.others, self.ahead, self.behind, strict=True)
-        return Exchange(*(others + self.job.layers * (ahead + behind) for others, ahead, behind in sums))
+    def received(self) -> float:
+        """Return the bytes that come from other GPUs in a step."""
+        return self.job.layers * (self.ahead + self.behind) + self.beside + self.awaited
 
 
 class _Units:
@@ -92,9 +77,8 @@ class _Units:
         gather, reduce = (received * size for size in (gathered, reduced))
         mean, sums = gather * sum(self.layers) / L, reduce * sum(self.trained) / L
         every = gather * (self.tail + 2 * self.embedding) + reduce * (self.tail + self.embedding) * self.full
-        before = gather * (self.first + self.layers[0]) + reduce * self.first * self.full
-        others = Exchange(every - before, before)
-        return {"ahead": Exchange(mean), "behind": Exchange(mean + sums), "others": others}
+        awaited = gather * (self.first + self.layers[0]) + reduce * self.first * self.full
+        return {"ahead": mean, "behind": mean + sums, "beside": every - awaited, "awaited": awaited}
 
 
 def ranks_of(job: Job) -> Ranks:
@@ -138,8 +122,8 @@ def _ddp(job: Job) -> Ranks:
         head=buckets,
         embedding=buckets,
         step=buckets,
-        behind=Exchange(by_layer),
-        others=Exchange(0.0, received * buckets - L * by_layer),
+        behind=by_layer,
+        awaited=received * buckets - L * by_layer,
     )
 
 

@@ -16,7 +16,7 @@ from lowtide.memory.policy import ActivationPolicy
 from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.plan.job import Job
 from lowtide.plan.layer_costs import PAGES, layer_costs
-from lowtide.plan.sharding import Exchange, ranks_of
+from lowtide.plan.sharding import ranks_of
 
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
 
@@ -93,8 +93,8 @@ class StepCosts:
         self.job = job = ranks.job
         self._tables: dict[ActivationPolicy, dict[str, Any]] = {}
         self.weights, self.states, self.all_gradients = ranks.weights, ranks.states, ranks.gradients
-        beside, waited = self.exchange_seconds(ranks.others)
-        self.fixed_seconds = _seconds_without_layers(job, ranks.stepped) + waited + SLOWS * beside
+        self.fixed_seconds = _seconds_without_layers(job, ranks.stepped)
+        self.fixed_seconds += (ranks.awaited + SLOWS * ranks.beside) / job.link_rate
         L = job.layers
         self._fixed = self._without_layers()
         self._names = [(name, k) for name in ("forward", "backward") for k in range(L)]
@@ -103,10 +103,6 @@ class StepCosts:
         back = 1 - np.array([share_back(L - 1 - k, L) for k in range(L)])
         # The share of offloaded optimizer states that is on the host in each phase, where they come back late or not.
         self._away = {late: np.concatenate((out, np.maximum(back, late), [1, late, 0])) for late in (False, True)}
-
-    def exchange_seconds(self, exchange: Exchange) -> tuple[float, float]:
-        """Return the seconds of an exchange that run beside the work, and those that it waits."""
-        return exchange.beside / self.job.link_rate, exchange.before / self.job.link_rate
 
     def _without_layers(self) -> Any:
         """Return the bytes of each part (a row) in each phase (a column) that no policy changes."""
@@ -161,40 +157,42 @@ class StepCosts:
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
         from the other's rate. An exchange with other GPUs runs beside a layer's work too, and slows its GEMMs.
         """
-        layers, first = [], 0
-        for policy, n, moves in runs_of(groups):
-            t = {name: values[first : first + n] for name, values in self.of_layers(policy).items()}
-            saved, follows = t["saved"], np.arange(n) % policy.every  # inputs of so many before it are recomputed
-            again = 0 if policy.keep == "all" else t["whole"] - (not moves) * saved + follows * saved
-            t["again"] = again + 0 * saved  # that is there besides when its backward runs
-            t["copy"] = moves * (saved + PAGES)  # on the GPU as long as it travels
-            t["kept"], t["host"] = (not moves) * saved * (follows == 0), t["copy"] * (follows == 0)
-            t["inside"] = saved * (follows > 0)  # of a group that is at work
-            t["begins"] = np.arange(n) - follows + first - 1  # the layer before its group, whose copy is fetched ahead
-            t["transfer"] = moves * t["transfer"]
-            layers.append(t)
-            first += n
-        of = {name: np.concatenate([t[name] for t in layers]) for name in layers[0]}
-        L, parts, upto = first, self._fixed.copy(), np.cumsum(of["kept"])
-        ahead = np.where(of["begins"] >= 0, of["copy"][of["begins"]], 0)
+        L, runs = self.job.layers, runs_of(groups)
+        numbers = [n for _, n, _ in runs]
+
+        def of_each(name: str) -> Any:
+            """Return a figure of each layer, by its policy."""
+            found = zip(runs, np.cumsum(numbers), strict=True)
+            return np.concatenate([self.of_layers(policy)[name][end - n : end] for (policy, n, _), end in found])
+
+        saved, moves = of_each("saved"), np.repeat([moves for _, _, moves in runs], numbers)
+        follows = np.concatenate([np.arange(n) % policy.every for policy, n, _ in runs])  # inputs recomputed before it
+        recomputes = np.repeat([policy.keep != "all" for policy, _, _ in runs], numbers)
+        again = recomputes * (of_each("whole") - ~moves * saved + follows * saved)  # is there besides in its backward
+        copy = moves * (saved + PAGES)  # on the GPU as long as it travels
+        upto = np.cumsum(~moves * saved * (follows == 0))
+        before = np.arange(L) - follows - 1  # the layer before its group, whose copy is fetched ahead
+        ahead = np.where(before >= 0, copy[before], 0)
+        parts = self._fixed.copy()
         activations, transients = parts[_PART["activations"]], parts[_PART["transients"]]
-        activations[:L] += upto + of["copy"] + ahead + of["inside"]
-        activations[L : 2 * L] += upto + of["again"] + ahead
+        activations[:L] += upto + copy + ahead + saved * (follows > 0)
+        activations[L : 2 * L] += upto + again + ahead
         activations[2 * L] += upto[-1]
-        transients[: 2 * L] += np.concatenate((of["forward_bytes"], of["backward_bytes"]))
-        seconds, left, transfer = self.fixed_seconds, [], of["transfer"]
-        for work, exchange in ((of["forward"], self.ranks.ahead), (of["backward"], self.ranks.behind)):
-            runs, waits = self.exchange_seconds(exchange)
-            beside = np.maximum(work + SLOWS * np.minimum(runs, work), np.maximum(transfer, runs))
-            seconds += float(beside.sum()) + waits * L
+        transients[: 2 * L] += np.concatenate((of_each("forward_bytes"), of_each("backward_bytes")))
+        seconds, left, transfer = self.fixed_seconds, [], moves * of_each("transfer")
+        for work, exchange in ((of_each("forward"), self.ranks.ahead), (of_each("backward"), self.ranks.behind)):
+            comes = exchange / self.job.link_rate
+            beside = np.maximum(work + SLOWS * np.minimum(comes, work), np.maximum(transfer, comes))
+            seconds += float(beside.sum())
             left.append(float((work - transfer).min()))  # beside the layer that has the least left by its own copy
         travels = max(0.0, min(left[0] / share_out(0, L), left[1] / share_back(1, L))) * ON_TIME * self.job.gpu.pcie
-        return Step(parts, int(of["host"].sum()), seconds + 2 * BESIDE * float(transfer.sum()), int(travels))
+        return Step(
+            parts, int((copy * (follows == 0)).sum()), seconds + 2 * BESIDE * float(transfer.sum()), int(travels)
+        )
 
-    def peaks(self, step: Step, amounts: Sequence[int] = (0,), *, late: bool = False) -> list[int]:
-        """Return the most that a step holds, for several amounts of offloaded optimizer states."""
-        held = step.parts.sum(0)
-        return [int((held - (n * self._away[late]).astype(np.int64)).max()) for n in amounts]
+    def peak(self, step: Step, states: int = 0, *, late: bool = False) -> int:
+        """Return the most that a step holds, with so many bytes of optimizer states offloaded."""
+        return int((step.parts.sum(0) - (states * self._away[late]).astype(np.int64)).max())
 
     def phases(self, groups: Groups, states: int = 0, *, late: bool = False) -> list[Phase]:
         """Return all phases, with so many bytes of optimizer states offloaded; ``late`` ones return after backward."""
