@@ -25,6 +25,7 @@ from chat_data import CHATML, byte_tokenizer
 from gpu.conftest import ON_GPU
 from lowtide.cli import main
 from lowtide.train import train
+from lowtide.train.arguments import parse
 from promises import promise
 
 pytestmark = [*ON_GPU, promise("commands")]
@@ -146,7 +147,7 @@ def test_a_run_takes_what_its_budget_expects(masked: bool, tmp_path: Path, capsy
     steps += ["--per_device_train_batch_size", "4", "--memory-budget", "60GiB"]
     steps += ["--logging_steps", "1"]
     shape = ["--model_name_or_path", str(tmp_path / "shape.json"), "--tokenizer_name", str(tmp_path / "model")]
-    result = train([*given, *steps, *([*LORA, *PACKED] if masked else shape)])
+    result = train(parse([*given, *steps, *([*LORA, *PACKED] if masked else shape)]))
     printed = capsys.readouterr().out
     expected = re.search(r"memory +\d+ x all/0: expected peak ([\d.]+) of 60.00 GiB", printed)
     assert expected, printed

@@ -9,11 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
-from lowtide.train.arguments import Arguments, RunArguments, launch_words, parse
+from lowtide.train.arguments import LAUNCHED, Arguments, RunArguments, parse
 from promises import promise
 from train.conftest import Files, words
 
@@ -24,7 +26,7 @@ def test_each_option_of_trl_sft_is_one_here_and_keeps_its_default(files: Files) 
     from trl.scripts.sft import make_parser
 
     known = {action.dest for action in make_parser()._actions} - {"help"}
-    found = parse(files.tune(), fine_tunes=True)
+    found = parse(files.tune())
     ours = {name for part in (found.script, found.training, found.model, found.mixture) for name in vars(part)}
     assert known <= ours
     with warnings.catch_warnings():
@@ -42,19 +44,19 @@ def test_each_option_of_trl_sft_is_one_here_and_keeps_its_default(files: Files) 
 def test_a_file_has_options_that_the_command_line_overrides(files: Files, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("learning_rate: 3e-4\nlora_target_modules: [q_proj, v_proj]\nheld_out: 5\nmax_length: 77\n")
-    tuned = parse([*words(config=config, max_length=64), *files.tune()[:2]], fine_tunes=True)
+    tuned = parse([*words(config=config, max_length=64), *files.tune()[:2]])
     assert (tuned.training.learning_rate, tuned.training.max_length, tuned.run.held_out) == (3e-4, 64, 5)
     assert tuned.model.lora_target_modules == ["q_proj", "v_proj"]
     config.write_text("learning_rate: 3e-4\nmax_length: 77\nmax_steps: 9\n")
-    scratch = parse(words(config=config, max_length=64), fine_tunes=False)
+    scratch = parse(words(config=config, max_length=64))
     assert (scratch.training.learning_rate, scratch.model.max_length, scratch.training.max_steps) == (3e-4, 64, 9)
 
 
 def test_random_weights_have_a_schedule_of_their_own() -> None:
-    args = parse([], fine_tunes=False).training
+    args = parse([]).training
     assert (args.max_steps, args.lr_scheduler_type, args.learning_rate) == (500, "cosine", 2e-3)
     assert args.get_warmup_steps(500) == 50
-    epochs = parse(["--num_train_epochs", "2"], fine_tunes=False).training
+    epochs = parse(["--num_train_epochs", "2"]).training
     assert (epochs.max_steps, epochs.num_train_epochs) == (-1, 2)
 
 
@@ -62,18 +64,29 @@ def test_a_run_is_resumed_by_its_own_command() -> None:
     resuming = ("--resume_from_checkpoint", "auto")
     for given in (("--output_dir", "a b"), ("--output_dir", "a b", *resuming)):
         found = Arguments(run=RunArguments(), training=None, model=None, words=given)
-        assert found.resume == "Resume with: lowtide train --output_dir 'a b' --resume_from_checkpoint auto"
+        assert found.resume == "lowtide train --output_dir 'a b' --resume_from_checkpoint auto"
 
 
-def test_trls_configurations_are_accelerates_to_launch() -> None:
-    given = ["--accelerate_config", "fsdp2", "--num_processes", "2", "--output_dir", "x"]
-    (option, file, *count), rest = launch_words(given) or ([], [])
-    assert (option, Path(file).name, count) == ("--config_file", "fsdp2.yaml", ["--num_processes", "2"])
-    assert Path(file).is_file()
-    assert rest == ["--output_dir", "x"]
-    assert launch_words(rest) is None
-    with pytest.raises(ArgumentValueError, match="zero3"):
-        launch_words(["--accelerate_config", "zero4"])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_accelerate_starts_processes_that_know_the_whole_command(
+    in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name it where a run ends early. Its configurations are TRL's."""
+    started: list[Any] = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)
+    monkeypatch.setenv(LAUNCHED, "")
+    monkeypatch.delenv(LAUNCHED)
+    given = words(accelerate_config="fsdp2", num_processes=2)
+    if in_file:
+        (tmp_path / "run.yaml").write_text("accelerate_config: fsdp2\nnum_processes: 2\n")
+        given = words(config=tmp_path / "run.yaml")
+    given = [*given, "--output_dir", "x"]
+    assert main(["train", *given]) == 0
+    (launch,) = started
+    assert (Path(launch.config_file).name, launch.num_processes) == ("fsdp2.yaml", 2)
+    assert Path(launch.config_file).is_file()
+    assert [launch.training_script, *launch.training_script_args] == ["lowtide", "train", *given]
+    assert parse(given).resume == f"lowtide train {' '.join(given)} --resume_from_checkpoint auto"
 
 
 # What is given beside a run's usual options, whether it fine-tunes, and what the error says.
@@ -91,6 +104,7 @@ WRONG = {
     "a host alone": ("tune", ["--host_budget", "1GiB"], ["--host-budget", "--memory-budget beside it"]),
     "a stock budget": ("tune", ["--memory_budget", "1GiB", "--no_patch"], ["--no-patch", "no --memory-budget"]),
     "one token": ("scratch", ["--max_length", "1"], ["--max_length", "at least 2"]),
+    "a launch": ("scratch", ["--accelerate_config", "zero4"], ["--accelerate_config", "zero3", "got zero4"]),
     "figures of none": ("scratch", ["--json", "x.json"], ["--json", "--compare beside it"]),
 }
 
@@ -113,7 +127,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setattr("lowtide.train.arguments.find_spec", lambda name: None if name == package else True)
     says = f"{option.partition('=')[0]}.*expected {package} to be installed.*pip install {package}"
     with pytest.raises(ArgumentValueError, match=says):
-        parse([*files.tune(output_dir="x"), option], fine_tunes=True)
+        parse([*files.tune(output_dir="x"), option])
 
 
 def test_a_models_name_is_looked_up_in_the_local_cache_alone(

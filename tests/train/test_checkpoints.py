@@ -85,7 +85,7 @@ def callback(output: Path, step: int, keep: int | None, best: str | None = None)
     """Let the callback see that Trainer has saved a checkpoint."""
     args = SimpleNamespace(output_dir=str(output), save_total_limit=keep)
     state = SimpleNamespace(global_step=step, is_world_process_zero=True, best_model_checkpoint=best)
-    one = WholeCheckpoints("Resume it.")
+    one = WholeCheckpoints("this")
     one.on_init_end(args, state, None)
     assert args.save_total_limit is None  # Trainer would remove older ones before this is on the disk
     one.on_save(args, state, None)
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_is_not_on_the_disk_is_not_marked(output: Path, monkey
         callback(output, 120, 1)
     text = f"could not write {output / 'checkpoint-120'} (No space left on device). Make room or choose another"
     assert str(raised.value).startswith(text)
-    assert str(raised.value).endswith("Resume it.")
+    assert str(raised.value).endswith("Resume with: this")
     assert [path.name for path in checkpoints(output)] == ["checkpoint-90", "checkpoint-100"]
 
 
@@ -144,9 +144,18 @@ NOT_WRITTEN = {
 def test_what_could_not_be_written_is_said_in_the_systems_words(kind: str, output: Path, tmp_path: Path) -> None:
     error, reason = NOT_WRITTEN[kind]
     assert is_not_written(error)
-    text = str(save_error(output / "checkpoint-120", error, "Resume with: this."))
-    assert f"({reason}). Make room or choose another --output_dir. Resume with: this." in text
-    assert "There is no checkpoint yet" in str(save_error(tmp_path / "new" / "x", error, "Resume with: this."))
+    text = str(save_error(output / "checkpoint-120", error, "this"))
+    assert f"({reason}). Make room or choose another --output_dir. Resume with: this" in text
+    assert "There is no checkpoint yet" in str(save_error(tmp_path / "new" / "x", error, "this"))
+
+
+def test_a_full_disk_is_said_beside_the_error_and_not_in_its_place(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**19))
+    denied, vague = PermissionError(errno.EACCES, "Permission denied"), RuntimeError("unexpected pos 64 vs 0")
+    assert " (Permission denied). " in str(save_error(output / "x", denied, "this"))
+    assert " (unexpected pos 64 vs 0; the disk has 0.5 MiB left). " in str(save_error(output / "x", vague, "this"))
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("x"), RuntimeError("x"), ArgumentValueError("x")])

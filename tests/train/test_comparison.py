@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import re
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from rich.console import Console
 
 from lowtide.errors import ArgumentValueError
 from lowtide.train.arguments import parse
-from lowtide.train.comparison import Comparison, Turns, compare
+from lowtide.train.comparison import Comparison, Turns, _interleaved, compare
 from lowtide.train.meter import RunResult
 from promises import promise
 from train.conftest import Files
@@ -93,7 +95,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def shown(files: Files, *more: str) -> tuple[Comparison, str]:
     console = Console(record=True, width=120, quiet=False, file=io.StringIO())
     given = [*files.scratch(tokenizer_name=files.pretrained), "--compare", *more]
-    return compare(parse(given, fine_tunes=False), console), console.export_text()
+    return compare(parse(given), console), console.export_text()
 
 
 def test_the_figures_are_shown_and_written(seen: list[str], files: Files, tmp_path: Path) -> None:
@@ -127,6 +129,30 @@ def test_the_loss_beside_the_progress_is_the_last_that_was_logged(capsys: pytest
 def test_what_one_side_cannot_take_is_refused(more: str, files: Files) -> None:
     with pytest.raises(ArgumentValueError, match="--compare: expected no --no-patch, --memory-budget"):
         shown(files, more)
+
+
+def fails_beside(answer: Any, words: list[str], turns: Turns, patched: bool) -> None:
+    """A side that fails while the other, the first one, has long to train."""
+    del turns
+    began, finished = map(Path, words)
+    if patched:
+        while not began.exists():
+            time.sleep(0.01)
+        answer.send(ArgumentValueError("of one side"))
+        return
+    began.touch()
+    time.sleep(300)
+    finished.touch()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_first_error_of_either_side_is_shown_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forks, which import nothing anew."""
+    monkeypatch.setattr("lowtide.train.comparison.get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr("lowtide.train.comparison._train_side", fails_beside)
+    with pytest.raises(ArgumentValueError, match="of one side"):
+        _interleaved([str(tmp_path / "began"), str(tmp_path / "finished")], 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["began"]
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_a_row_that_cannot(row: dict[str, Any], says: str) -> None:
 
 
 def found(files: Files, data: Path | str, **more: object) -> Arguments:
-    return parse(files.tune(**{"output_dir": "x", "dataset_name": data, "held_out": 1, **more}), fine_tunes=True)
+    return parse(files.tune(**{"output_dir": "x", "dataset_name": data, "held_out": 1, **more}))
 
 
 BAD_FILES = {  # lines of a file, and what the error says of it
@@ -113,7 +113,7 @@ def test_text_files_folders_and_saved_datasets_are_data(
 
     monkeypatch.chdir(tmp_path)
     Path("one.txt").write_text("the tide\ncame in\n")
-    given = parse([*files.tune(dataset_name="one.txt")[:-2], "--output_dir=x"], fine_tunes=True)
+    given = parse([*files.tune(dataset_name="one.txt")[:-2], "--output_dir=x"])
     assert list(load_rows(given)[0]["text"]) == ["the tide\ncame in\n"]
     Dataset.from_list([TEXT] * 3).save_to_disk(str(tmp_path / "saved"))
     assert len(load_rows(found(files, tmp_path / "saved"))[0]) == 2
@@ -127,7 +127,7 @@ def test_text_files_folders_and_saved_datasets_are_data(
         load_rows(found(files, tmp_path / "folder.jsonl", dataset_train_split="tain"))
     wanted = [*files.tune(dataset_name=files.chats)[:-2], "--output_dir=x", "--eval_strategy=steps", "--eval_steps=2"]
     with pytest.raises(ArgumentValueError, match=r"--dataset_test_split.*--held-out N"):
-        load_rows(parse(wanted, fine_tunes=True))
+        load_rows(parse(wanted))
 
 
 def tuner(files: Files, data: Path, **more: object) -> FineTuner:

@@ -19,14 +19,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import lowtide
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
+from lowtide.train.arguments import parse
 from lowtide.train.checkpoints import COMPLETE, checkpoints
 from lowtide.train.endings import Terminated
+from lowtide.train.meter import RunResult
 from lowtide.train.run import train
 from promises import promise
 from train.conftest import Files, assert_same_weights, history, losses, words
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # other libraries' to each other
-SILENT = Console(quiet=True)
+
+
+def trained(given: list[str], *callbacks: Any) -> RunResult:
+    """Train as a command line says, in silence."""
+    return train(parse(given), console=Console(quiet=True), callbacks=callbacks)
 
 
 class Ended:
@@ -99,16 +105,15 @@ def test_checkpoints_are_marked_and_older_ones_removed(tuned: Ended) -> None:
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in tuned.output.iterdir()}
 
 
-class Signal(TrainerCallback):  # type: ignore[misc]
-    """Sends this process a signal in the middle of a step."""
+class At(TrainerCallback):  # type: ignore[misc]
+    """Does something to the model at the beginning of a step."""
 
-    def __init__(self, number: int, step: int) -> None:
-        self._number, self._step = number, step
+    def __init__(self, step: int, do: Callable[[Any], None]) -> None:
+        self._step, self._do = step, do
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, model: Any, **_: Any) -> None:
         if state.global_step == self._step - 1:
-            os.kill(os.getpid(), self._number)
+            self._do(model)
 
 
 @promise("resume")
@@ -120,13 +125,13 @@ def test_a_signal_ends_a_run_that_resumes_to_the_bit(
     output, before = tmp_path / "run", signal.getsignal(number)
     given = [*files.scratch(max_steps=12, save_steps=6, logging_steps=1), "--output_dir", str(output)]
     with pytest.raises(Terminated) as ended:
-        train(given, console=SILENT, callbacks=[Signal(number, 4)])
+        trained(given, At(4, lambda _: os.kill(os.getpid(), number)))
     assert ended.value.exit_status == status
     assert f"after step 4. Resume with: lowtide train --model_name_or_path {files.shape}" in str(ended.value)
     assert signal.getsignal(number) is before
     assert [path.name for path in checkpoints(output)] == ["checkpoint-4"]
     if number == signal.SIGTERM:  # the other signal's checkpoint is the same
-        train([*given, "--resume_from_checkpoint", "auto"], console=SILENT)
+        trained([*given, "--resume_from_checkpoint", "auto"])
         assert losses(output, 12) == losses(scratch.output, 12)
         assert_same_weights(output, scratch.output)
 
@@ -139,7 +144,7 @@ def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(files: Files, tuned
     (output / "checkpoint-6" / COMPLETE).unlink()
     (output / "checkpoint-6" / "trainer_state.json").unlink()
     more = {"assistant_only_loss": True, "save_steps": 2, "memory-budget": "1GiB", "resume_from_checkpoint": "auto"}
-    train([*files.tune(logging_steps=1, **more), "--output_dir", str(output)], console=SILENT)
+    trained([*files.tune(logging_steps=1, **more), "--output_dir", str(output)])
     assert [path.name for path in checkpoints(output)] == ["checkpoint-4", "checkpoint-6"]
     assert losses(output, 6) == losses(tuned.output, 6)
     assert_same_weights(output, tuned.output)
@@ -151,24 +156,15 @@ def test_a_folder_with_a_run_is_not_begun_again(tuned: Ended, files: Files, refu
     assert "Resume it with --resume_from_checkpoint auto" in line
 
 
-class Fault(TrainerCallback):  # type: ignore[misc]
-    """Raises an error at the beginning of a step."""
-
-    def __init__(self, error: BaseException, step: int) -> None:
-        self._error, self._step = error, step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
-        if state.global_step == self._step - 1:
-            raise self._error
-
-
 @promise("errors")
 def test_out_of_memory_says_what_would_fit_and_keeps_the_checkpoint(files: Files, tmp_path: Path) -> None:
+    def no_memory(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.")
+
     output = tmp_path / "run"
     given = [*files.scratch(save_steps=2), "--output_dir", str(output)]
     with pytest.raises(lowtide.train.OutOfMemory) as raised:
-        train(given, console=SILENT, callbacks=[Fault(torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB."), 4)])
+        trained(given, At(4, no_memory))
     text = str(raised.value)
     assert raised.value.exit_status == 3
     assert text.startswith("out of memory in step 4. CUDA out of memory. Tried 9 GiB.\nWhat would fit")
@@ -184,16 +180,13 @@ def test_out_of_memory_says_what_would_fit_and_keeps_the_checkpoint(files: Files
 def test_weights_of_a_loss_that_is_not_finite_are_never_saved(kind: str, files: Files, tmp_path: Path) -> None:
     """It is logged before it is saved, whatever --logging_steps is."""
 
-    class Poison(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            del args, control
-            if state.global_step == 2:
-                next(model.parameters()).data.fill_(float(kind))
+    def poison(model: Any) -> None:
+        next(model.parameters()).data.fill_(float(kind))
 
     output = tmp_path / "run"
     given = [*files.scratch(save_steps=2, logging_steps=50), "--output_dir", str(output)]
     with pytest.raises(ArgumentValueError) as raised:
-        train(given, console=SILENT, callbacks=[Poison()])
+        trained(given, At(3, poison))
     assert "--learning_rate: expected a training loss that stays finite, got nan in steps 3 to 4" in str(raised.value)
     assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
     assert not (output / "model.safetensors").exists()
@@ -203,9 +196,9 @@ def test_weights_of_a_loss_that_is_not_finite_are_never_saved(kind: str, files: 
 def test_a_stock_run_builds_logits_and_says_nothing_of_a_patch(files: Files, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     given = [*files.tune("pairs", max_steps=2, save_strategy="no"), "--no-patch", "--output_dir", str(tmp_path / "run")]
-    stock = train(given, console=SILENT)
+    stock = trained(given)
     assert (stock.calls_fused, stock.calls_materialised) == (None, None)
-    patched = train([word for word in given if word != "--no-patch"], console=SILENT)
+    patched = trained([word for word in given if word != "--no-patch"])
     assert patched.calls_materialised == 0
     assert patched.calls_fused is not None
     assert patched.calls_fused > 0
@@ -231,7 +224,7 @@ def test_adapters_are_trained_and_saved_alone(files: Files, tmp_path: Path) -> N
     pytest.importorskip("peft")
     pytest.importorskip("trl")
     given = files.tune("pairs", use_peft=True, lora_r=4, max_steps=2, save_strategy="no", output_dir=tmp_path / "run")
-    result = train(given, console=SILENT)
+    result = trained(given)
     assert result.calls_materialised == 0
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()
@@ -242,7 +235,7 @@ def test_a_tokenizer_and_gradient_accumulation_are_the_users(files: Files, tmp_p
     """Two batches of one are one of two, up to the order of a sum."""
     own = {"tokenizer_name": files.pretrained, "max_steps": 2, "save_strategy": "no", "logging_steps": 1}
     given = [files.scratch(**own, output_dir=tmp_path / name) for name in "ab"]
-    whole = train(given[0], console=SILENT)
-    parts = train([*given[1], *words(per_device_train_batch_size=1, gradient_accumulation_steps=2)], console=SILENT)
+    whole = trained(given[0])
+    parts = trained([*given[1], *words(per_device_train_batch_size=1, gradient_accumulation_steps=2)])
     assert list(parts.losses.values()) == pytest.approx(list(whole.losses.values()), rel=1e-5)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == len(AutoTokenizer.from_pretrained(files.pretrained))

@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from lowtide.cli.parser import OneLineParser, add_options, given
-from lowtide.train.arguments import RunArguments, check_early, launch_words, parse, peek, words_of
+from lowtide.train.arguments import LAUNCHED, RunArguments, check_early, launcher_words, parse, peek, words_of
 from lowtide.train.shapes import SHAPES
 
 _DESCRIPTION = """\
@@ -79,10 +79,11 @@ def main(arguments: argparse.Namespace) -> int:
         KeyboardInterrupt: with what to do next as its text.
     """
     words = [*arguments.unknown, *words_of(given(arguments, RunArguments))]
-    if launch := launch_words(words):
-        return _launch(*launch)
-    _stay_offline(pushes=peek(words).get("push_to_hub", "false").lower() == "true")
-    fine_tunes = check_early(words)  # may import the Hub's client, which reads the environment once
+    early = peek(words)
+    if launcher := launcher_words(early):
+        return _launch(launcher, words)
+    _stay_offline(pushes=early.get("push_to_hub", "false").lower() == "true")
+    fine_tunes = check_early(early)  # may import the Hub's client, which reads the environment once
     from lowtide.train.ranks import is_first_rank
 
     if "transformers" not in sys.modules and is_first_rank():
@@ -95,18 +96,18 @@ def main(arguments: argparse.Namespace) -> int:
         _quiet()
         from lowtide.train import compare, train
 
-        console = Console()
-        found = parse(words, fine_tunes=fine_tunes)
+        found, console = parse(words), Console()
         if found.run.compare:
             return 0 if compare(found, console).equal else 1
-        train(words, console=console)
+        train(found, console=console)
     return 0
 
 
 def _launch(launcher: list[str], words: list[str]) -> int:
-    """Start the processes of a run, as ``accelerate launch`` does."""
+    """Start the processes of a run, as ``accelerate launch`` does; they have all its words, to say how it resumes."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
+    os.environ[LAUNCHED] = "1"
     launch_command(launch_command_parser().parse_args([*launcher, "--module", "lowtide", "train", *words]))
     return 0
 

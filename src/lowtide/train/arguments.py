@@ -25,7 +25,9 @@ from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file, has_w
 AUTO = "auto"  # as --resume_from_checkpoint: a new run where the folder has no checkpoint
 _HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SUFFIX = re.compile(r".*\.[A-Za-z]\w*")  # data/rows.jsonl is a path, org/OpenHermes-2.5 a name
-_EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "config")
+LAUNCHED = "LOWTIDE_LAUNCHED"  # in the environment of processes that `lowtide train --accelerate_config` has started
+_LAUNCHER = ("accelerate_config", "num_processes")
+_EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "config", *_LAUNCHER)
 _SCRATCH = {
     "learning_rate": 2e-3,
     "lr_scheduler_type": "cosine",
@@ -126,10 +128,15 @@ class Arguments:
 
     @property
     def resume(self) -> str:
-        """What to do after a run that ended early."""
+        """The command that resumes the run."""
         resuming = ("--resume_from_checkpoint", AUTO)
         words = self.words if self.words[-2:] == resuming else (*self.words, *resuming)  # of options the last one holds
-        return f"Resume with: {shlex.join(['lowtide', 'train', *words])}"
+        return shlex.join(["lowtide", "train", *words])
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What a plan of a step cannot know from the trainer: blocks have one length, and attention no mask."""
+        return {} if self.fine_tunes else {"length": self.model.max_length, "attention_mask": False}
 
     @property
     def gemm_dtype(self) -> str:
@@ -149,13 +156,12 @@ def peek(words: Sequence[str]) -> dict[str, str]:
     return {**{name: str(in_file[name]) for name in _EARLY if in_file.get(name) is not None}, **given}
 
 
-def check_early(words: Sequence[str]) -> bool:
-    """Return whether a run is to fine-tune; raise where a file that it names does not exist.
+def check_early(early: Mapping[str, str]) -> bool:
+    """Return whether a run of which `peek` says this is to fine-tune; raise where a file that it names does not exist.
 
     Raises:
-        ArgumentValueError: the configuration, the model or the data is not there.
+        ArgumentValueError: the model or the data is not there.
     """
-    early = peek(words)
     model = early.get("model_name_or_path", DEFAULT)
     if model not in SHAPES:
         config_file(model)
@@ -177,33 +183,34 @@ def check_path(name: str) -> None:
         raise ArgumentValueError(message("--dataset_name", expected, f"{name} (No such file or directory)", near))
 
 
-def launch_words(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Return accelerate's arguments and the run's own, if a command line has ``--accelerate_config``; else None.
+def launcher_words(early: Mapping[str, str]) -> list[str]:
+    """Return what ``accelerate launch`` is given for a run of which `peek` says this; nothing where it starts none.
 
-    As in ``trl sft``: a file, or the name of one that TRL has, and ``--num_processes``.
+    As in ``trl sft``: ``--accelerate_config``, a file or the name of one that TRL has, and ``--num_processes``.
 
     Raises:
         ArgumentValueError: there is no such file.
     """
-    given, rest = _take(words, "accelerate_config", "num_processes")
-    if "accelerate_config" not in given:
-        return None
+    words = [word for name in _LAUNCHER if name in early for word in (f"--{name}", early[name])]
+    if not words or LAUNCHED in os.environ:
+        return []
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     try:
-        launcher = [word for name, value in given.items() for word in (f"--{name}", value)]
-        return resolve_accelerate_config_argument(launcher), rest
+        return resolve_accelerate_config_argument(words)  # type: ignore[no-any-return]
     except ValueError as error:
         expected = "a file, or one of TRL's, such as multi_gpu, fsdp2, zero2 and zero3"
-        raise ArgumentValueError(message("--accelerate_config", expected, given["accelerate_config"])) from error
+        raise ArgumentValueError(message("--accelerate_config", expected, early["accelerate_config"])) from error
 
 
-def parse(words: Sequence[str], *, fine_tunes: bool) -> Arguments:
+def parse(words: Sequence[str]) -> Arguments:
     """Return the options of a command line.
 
     Raises:
-        ArgumentValueError: an option that there is not, with the nearest one, or a value that its library refuses.
+        ArgumentValueError: a file that is not there, an option that there is not, with the nearest one, or a value that
+            its library refuses.
     """
+    fine_tunes = check_early(peek(words))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)  # TRL's defaults have old names of options
@@ -280,7 +287,8 @@ def _parser_of(kind: type, *types: type) -> Any:
     return parser
 
 
-def _check_unknown(unknown: Sequence[str], parser: Any) -> None:
+def _check_unknown(words: Sequence[str], parser: Any) -> None:
+    _, unknown = _take(words, *_LAUNCHER)
     flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     for name in flags or unknown:
         known = (flag for action in parser._actions for flag in action.option_strings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.units import mib
 from lowtide.train.arguments import AUTO
 from lowtide.train.ranks import in_group
 
@@ -44,7 +44,7 @@ class WholeCheckpoints(TrainerCallback):  # type: ignore[misc]
     here, not by Trainer, which does so while the newest may not be on the disk yet.
 
     Args:
-        resume: what to do after a run that ended early, for errors.
+        resume: the command that resumes the run, for errors.
     """
 
     def __init__(self, resume: str = "") -> None:
@@ -167,12 +167,21 @@ def is_not_written(error: BaseException) -> bool:
 
 def save_error(path: Path, error: BaseException, resume: str) -> SaveError:
     """Return the error for something that could not be written: why, and what to do."""
-    folder = next(each for each in path.absolute().parents if each.exists())
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    if shutil.disk_usage(folder).free < _ALMOST_FULL:  # PyTorch's and safetensors' writers do not say so
-        reason = os.strerror(errno.ENOSPC)
-    after = resume if checkpoints(path.parent) else "There is no checkpoint yet: start again."
+    if isinstance(error, CheckpointException):
+        error = next(one for one, _ in error.failures.values())
+    reason = getattr(error, "strerror", None)
+    if reason is None:  # PyTorch's and safetensors' writers do not say that a disk is full
+        reason = str(error).partition("\n")[0]
+        free = shutil.disk_usage(next(each for each in path.absolute().parents if each.exists())).free
+        if free < _ALMOST_FULL:
+            reason += f"; the disk has {mib(free):.1f} MiB left"
+    after = next_step(path.parent, resume)
     return SaveError(f"could not write {path} ({reason}). Make room or choose another --output_dir. {after}")
+
+
+def next_step(output: Path, resume: str) -> str:
+    """Return what to do after a run that ended early; ``resume`` is the command that resumes it."""
+    return f"Resume with: {resume}" if checkpoints(output) else "There is no checkpoint yet: start again."
 
 
 def _flush(path: Path) -> None:

@@ -8,10 +8,10 @@ import signal
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.machine import describe_machine
 from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import mib
-from lowtide.train.arguments import Arguments, words_of
+from lowtide.train.arguments import Arguments, parse, words_of
 from lowtide.train.meter import WARM_STEPS, RunResult
 from lowtide.train.ranks import launched_ranks
 
@@ -37,7 +37,6 @@ _EARLY_STEPS = 20
 # back into the next. In float32 the small run measured 2e-6 up to step 50, 6e-5 at 300, 2e-4 at 500; a wrong gradient
 # shows early. In 16 bits the stock model itself is up to 5e-3 away from float32.
 _FLOAT32, _NARROW = (2e-5, 2e-3), (2e-2, 1e-1)
-_shared: tuple[Any, ...] = ()  # of a process that trains one side: what `Turns` takes
 
 
 class CompareError(LowtideError, RuntimeError):
@@ -183,34 +182,47 @@ def compare(found: Arguments, console: Console) -> Comparison:
 
 
 def _interleaved(words: list[str], block: int) -> list[RunResult]:
-    """Run the stock and the patched model at the same time, block by block."""
+    """Run the stock and the patched model at the same time, block by block; the first error of either ends both."""
     context = get_context("spawn")
-    turns = context.Semaphore(1), context.Semaphore(0)  # the stock model begins
-    with ProcessPoolExecutor(2, context, _share, (turns, context.Event(), block)) as pool:
-        try:
-            return [*pool.map(_train_side, [words] * 2, (0, 1))]
-        except BrokenProcessPool as error:
-            raise CompareError("the process of one of the runs was killed; is there memory for both?") from error
+    semaphores, ended = (context.Semaphore(1), context.Semaphore(0)), context.Event()  # the stock model begins
+    sides, answers, results = [], list[Any](), dict[Any, RunResult]()
+    ready: Any
+    for index in (0, 1):
+        turns = Turns(semaphores[index], semaphores[1 - index], ended, block, says=index == 1)
+        answer, writer = context.Pipe(duplex=False)
+        sides.append(context.Process(target=_train_side, args=(writer, words, turns, index == 1)))
+        sides[index].start()
+        writer.close()  # here: so that the end of the process is that of the pipe
+        answers.append(answer)
+    try:
+        while len(results) < len(sides):
+            for ready in wait([answer for answer in answers if answer not in results]):
+                outcome = ready.recv()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                results[ready] = outcome
+    except EOFError as error:
+        raise CompareError("the process of one of the runs was killed; is there memory for both?") from error
+    finally:
+        for side in sides:
+            side.terminate()
+            side.join()
+    return [results[answer] for answer in answers]
 
 
-def _share(*shared: Any) -> None:
-    """Keep what two processes share, which only their start can pass."""
-    global _shared
-    _shared = shared
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
-
-
-def _train_side(words: list[str], index: int) -> RunResult:
-    """Train as the stock side, 0, or the patched one, 1."""
+def _train_side(answer: Any, words: list[str], turns: Turns, patched: bool) -> None:
+    """Train as one of the two sides, and send what was measured, or the error."""
     from lowtide.train.run import train
 
-    turns, ended, block = _shared
-    own = Turns(turns[index], turns[1 - index], ended, block, says=index == 1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
     try:
-        return train([*words, *([] if index else ["--patch=false"])], saves=False, callbacks=[own])
-    finally:
-        ended.set()  # before the other one, which may wait, is released for good
-        turns[1 - index].release()
+        found = parse(words if patched else [*words, "--patch=false"])
+        answer.send(train(found, saves=False, callbacks=[turns]))
+        turns.end()
+    except Exception as error:
+        if not isinstance(error, LowtideError):
+            error.add_note(traceback.format_exc())  # which is not sent
+        answer.send(error)
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
@@ -226,6 +238,11 @@ class Turns(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, own: Any, other: Any, ended: Any, block: int, *, says: bool = False) -> None:
         self._own, self._other, self._ended, self._block, self._says = own, other, ended, block, says
+
+    def end(self) -> None:
+        """Let the other side go on by itself."""
+        self._ended.set()  # before the other one, which may wait, is released for good
+        self._other.release()
 
     def on_step_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Hand over the turn after a block, and wait for the next."""

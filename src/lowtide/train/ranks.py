@@ -73,20 +73,26 @@ def leave_group() -> None:
     PartialState().destroy_process_group()
 
 
-def correct_fsdp2(state: Any) -> None:
+def check_fsdp2_has_gpus(state: Any) -> None:
+    """Raise where accelerate, whose state this is, takes DDP in the place of FSDP2.
+
+    Raises:
+        ArgumentValueError: FSDP2 is asked for without GPUs.
+    """
+    from accelerate.utils import parse_flag_from_env
+
+    asked = state.num_processes > 1 and parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if asked and getattr(state, "fsdp_plugin", None) is None:
+        raise ArgumentValueError(message("--accelerate_config", "GPUs for FSDP2", "none", "Take multi_gpu."))
+
+
+def reduce_in_float32(state: Any) -> None:
     """Let FSDP2 reduce gradients in float32: accelerate's policy does in 16 bits, and rounds the loss to them.
 
     Args:
         state: accelerate's, before it prepares a model.
-
-    Raises:
-        ArgumentValueError: FSDP2 without GPUs, where accelerate takes DDP.
     """
-    from accelerate.utils import parse_flag_from_env
-
     plugin = getattr(state, "fsdp_plugin", None)
-    if plugin is None and state.num_processes > 1 and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        raise ArgumentValueError(message("--accelerate_config", "GPUs for FSDP2", "none", "Take multi_gpu."))
     if plugin is not None and plugin.fsdp_version == 2 and state.mixed_precision != "no":
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy

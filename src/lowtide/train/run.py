@@ -15,14 +15,14 @@ import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.advice import advise
-from lowtide.train.arguments import Arguments, check_early, parse
+from lowtide.train.arguments import Arguments
 from lowtide.train.checkpoints import (
     COMPLETE,
     WholeCheckpoints,
     checkpoint_to_resume,
-    checkpoints,
     is_not_written,
     locked,
+    next_step,
     save_error,
 )
 from lowtide.train.endings import FiniteLoss, SaveAndStop, Terminated, is_lost_rank, lost_rank
@@ -33,18 +33,18 @@ _HUB = ("huggingface_hub", "httpx")  # modules of its client's errors, and of it
 
 
 def train(
-    words: Sequence[str], *, console: Console | None = None, saves: bool = True, callbacks: Sequence[Any] = ()
+    found: Arguments, *, console: Console | None = None, saves: bool = True, callbacks: Sequence[Any] = ()
 ) -> RunResult:
-    """Train as a command line says, save the model, and return what was measured.
+    """Train as the options say, save the model, and return what was measured.
 
     Args:
-        words: the options, as ``lowtide train`` takes them.
+        found: the options, of `lowtide.train.arguments.parse`.
         console: where lines are printed; standard output without it.
         saves: whether checkpoints and the model are written, and lines printed; not of a side of a comparison.
         callbacks: of the trainer, before lowtide's.
 
     Raises:
-        ArgumentValueError: an option, the data or the model cannot be used.
+        ArgumentValueError: the data or the model cannot be used.
         SaveError: a checkpoint or the model could not be written; the last complete checkpoint is still there.
         Terminated: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
         RankLost: another of the run's processes has ended or does not answer.
@@ -57,7 +57,7 @@ def train(
         if saves and is_first_rank():
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    outcome = _run(parse(words, fine_tunes=check_early(words)), show, saves, callbacks)
+    outcome = _run(found, show, saves, callbacks)
     if not group_was_there:
         leave_group()  # here, where nothing of the run is left that its threads could hold
     if isinstance(outcome, Terminated):
@@ -75,7 +75,7 @@ def _run(
         trl=args.loss_type != "nll" if found.fine_tunes else None,
         memory_budget=run.memory_budget,
         host_budget=run.host_budget,
-        length=None if found.fine_tunes else found.model.max_length,
+        **found.planned,
     )
     meter, stop = StepMeter(), SaveAndStop(saves=saves)
     own = [*([patch] * run.patch), meter, FiniteLoss(), stop, *([WholeCheckpoints(found.resume)] * saves)]
@@ -102,7 +102,7 @@ def _run(
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             if stop.stopped:
                 name = "SIGTERM" if stop.stopped == 15 else "Ctrl-C"
-                text = f"ended by {name} after step {trainer.state.global_step}. {_how_to_resume(found)}"
+                text = f"ended by {name} after step {trainer.state.global_step}. {next_step(output, found.resume)}"
                 return Terminated(text, stop.stopped)
             _finish(trainer, saves)
     except (Exception, CheckpointException, KeyboardInterrupt) as error:  # a CheckpointException is no Exception
@@ -169,7 +169,6 @@ def _block_trainer(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[st
     train, held_out = make_blocks(text, tokenizer, model.max_length, held_out=held, most=most)
     args.eval_on_start = not args.resume_from_checkpoint
     args.train_sampling_strategy = "sequential"  # pieces are shuffled, and a longer run goes on as a shorter one ended
-    args.packing, args.packing_strategy = True, "wrapped"  # TRL's words for blocks, whose attention has no mask
     trainer = BaseTrainer(
         model=random_model(found, config, tokenizer),
         args=args,
@@ -223,29 +222,23 @@ def _finish(trainer: Any, saves: bool) -> None:
             trainer.push_to_hub(commit_message="Model save")
 
 
-def _how_to_resume(found: Arguments) -> str:
-    """Return what to do after a run that ended early."""
-    there = checkpoints(Path(found.training.output_dir))
-    return found.resume if there else "There is no checkpoint yet: start again."
-
-
 def _explained(error: BaseException, found: Arguments, trainer: Any, saves: bool) -> BaseException:
     """Return lowtide's error for one of the libraries, the error itself where there is none."""
-    if isinstance(error, KeyboardInterrupt):
-        return KeyboardInterrupt(_how_to_resume(found))
     if isinstance(error, LowtideError):
         return error
+    output = Path(found.training.output_dir)
+    after = next_step(output, found.resume) if saves else ""
+    if isinstance(error, KeyboardInterrupt):
+        return KeyboardInterrupt(after)
     if is_out_of_memory(error):
         error.__traceback__ = None  # its frames hold the step's tensors
-        length = None if found.fine_tunes else found.model.max_length
-        return advise(error, trainer, length=length, resume=_how_to_resume(found) if saves else "")
+        return advise(error, trainer, resume=after, **found.planned)
     if is_lost_rank(error):
-        return lost_rank(error, _how_to_resume(found))
+        return lost_rank(error, after)
     if found.training.push_to_hub and type(error).__module__.startswith(_HUB):
         expected, hint = "a Hub that takes the model", "Log in with `hf auth login`, or leave it out."
         return ArgumentValueError(message("--push_to_hub", expected, " ".join(str(error).split()), hint))
     if saves and trainer is not None and is_not_written(error):
-        output = Path(found.training.output_dir)
         checkpoint = output / f"checkpoint-{trainer.state.global_step}"
         written = (checkpoint / COMPLETE).exists() or not checkpoint.exists()
         return save_error(output / "model.safetensors" if written else checkpoint, error, found.resume)

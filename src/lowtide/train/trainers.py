@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from transformers import Trainer
 
-from lowtide.train.ranks import correct_fsdp2
+from lowtide.train.ranks import check_fsdp2_has_gpus, reduce_in_float32
 
 
 class BaseTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer with FSDP2 as `correct_fsdp2` leaves it, a log before each save, and tokens that callbacks count.
+    """A Trainer whose FSDP2 reduces in float32, with a log before each save, and tokens that callbacks count.
 
     A callback with ``add_batch(tokens)`` is told of each batch: the tokens of all ranks, padding included.
     """
@@ -27,7 +27,8 @@ class BaseTrainer(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and correct what it makes of FSDP2."""
         super().create_accelerator_and_postprocess()
-        correct_fsdp2(self.accelerator.state)
+        check_fsdp2_has_gpus(self.accelerator.state)
+        reduce_in_float32(self.accelerator.state)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
