@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
 from lowtide.errors import ArgumentValueError
-from lowtide.train.scratch import make_blocks, make_tokenizer, pieces, text_files
+from lowtide.train.scratch import make_blocks, make_tokenizer, pieces
 from promises import promise
 from train.conftest import Files
 
@@ -17,9 +17,10 @@ pytestmark = promise("trainers")
 
 
 def test_the_standard_librarys_text_is_there_without_a_name() -> None:
-    found = text_files(None)
-    assert "argparse.py" in {path.name for path in found}
-    assert {path.suffix for path in found} == {".py"}
+    text = "".join(pieces(None, 0))
+    assert "class ArgumentParser(" in text
+    assert "class TestCase(" in text
+    assert "class TestArgumentParserCopiable(" not in text  # of its tests
 
 
 def test_text_is_cut_into_pieces_whose_order_the_seed_determines(tmp_path: Path) -> None:
@@ -27,23 +28,21 @@ def test_text_is_cut_into_pieces_whose_order_the_seed_determines(tmp_path: Path)
     (tmp_path / "a.txt").write_text("".join(lines[:1000]))
     (tmp_path / "b.md").write_text("".join(lines[1000:]))
     (tmp_path / "c.bin").write_bytes(b"\0\1")
-    files = text_files(str(tmp_path))
-    assert [path.name for path in files] == ["a.txt", "b.md"]
-    found = pieces(files, 1)
+    found = pieces(str(tmp_path), 1)
     assert sorted("".join(found).splitlines(keepends=True)) == sorted(lines)
     assert all(piece.endswith("\n") for piece in found)
-    assert found == pieces(files, 1) != pieces(files, 2)
+    assert found == pieces(str(tmp_path), 1) != pieces(str(tmp_path), 2)
     (tmp_path / "d.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(ArgumentValueError, match=r"UTF-8 text, got .*d.txt"):
-        pieces(text_files(str(tmp_path)), 1)
+        pieces(str(tmp_path), 1)
     (tmp_path / "rows.jsonl").write_text('{"text": "no JSON is to be learnt"}')
     for name in ("c.bin", "rows.jsonl"):
         with pytest.raises(ArgumentValueError, match="none in"):
-            text_files(str(tmp_path / name))
+            pieces(str(tmp_path / name), 1)
 
 
 def test_held_out_blocks_come_first_and_no_more_is_tokenised_than_is_trained_on(files: Files) -> None:
-    text, tokenizer = pieces(text_files(str(files.text)), 0), AutoTokenizer.from_pretrained(files.pretrained)
+    text, tokenizer = pieces(str(files.text), 0), AutoTokenizer.from_pretrained(files.pretrained)
     (every, held), (few, same) = (make_blocks(text, tokenizer, 32, held_out=5, most=most) for most in (None, 7))
     assert (len(few), len(held), len(same)) == (7, 5, 5)
     ids = torch.cat([block["input_ids"] for block in (*held, *every)])
@@ -61,7 +60,7 @@ def test_a_trained_tokenizer_is_the_one_that_a_saved_run_is_loaded_with(
     config: type, files: Files, tmp_path: Path
 ) -> None:
     """For some types transformers takes a class of its own, with other splits, whatever class the files name."""
-    text = pieces(text_files(str(files.text)), 0)
+    text = pieces(str(files.text), 0)
     shape = config(vocab_size=300, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     tokenizer = make_tokenizer(None, text, shape)
     assert len(tokenizer) <= 300

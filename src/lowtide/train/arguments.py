@@ -88,16 +88,15 @@ class RunArguments:
 class ScratchArguments:
     """What random weights are trained with, by the names of TRL's `ModelConfig`, `ScriptArguments` and `SFTConfig`."""
 
-    model_name_or_path: str = field(default=DEFAULT, metadata={"help": f"a config.json, or one of {', '.join(SHAPES)}"})
-    dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "a text file, or a folder of them (default: the sources of Python's standard library)"},
+    model_name_or_path: str = _option(DEFAULT, f"a config.json, or one of {', '.join(SHAPES)}")
+    dataset_name: str | None = _option(
+        None, "a text file, or a folder of them (default: the sources of Python's standard library)"
     )
-    max_length: int = field(default=256, metadata={"help": "tokens of a sequence"})
-    dtype: str = field(default="float32", metadata={"choices": ["float32", "bfloat16", "float16"]})
-    attn_implementation: str | None = field(default=None, metadata={"help": "transformers' name of it"})
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": f"a folder with one (default: {VOCAB_SIZE} tokens are trained on the text)"}
+    max_length: int = _option(256, "tokens of a sequence")
+    dtype: str = _option("float32", "of the weights", choices=["float32", "bfloat16", "float16"])
+    attn_implementation: str | None = _option(None, "transformers' name of it")
+    tokenizer_name: str | None = _option(
+        None, f"a folder with one (default: {VOCAB_SIZE} tokens are trained on the text)"
     )
 
 
@@ -228,10 +227,8 @@ def _parse_sft(words: Sequence[str]) -> Arguments:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     parser = _parser_of(TrlParser, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RunArguments)
-    if not _has_bf16():
-        parser.set_defaults(bf16=False)  # slow there
-    # An MLP whose adapters have dropout cannot be fused.
-    parser.set_defaults(**_common(), lora_dropout=0.0)
+    # An MLP whose adapters have dropout cannot be fused; bfloat16 is slow on a CPU.
+    _set_defaults(parser, lora_dropout=0.0, **({} if _has_bf16() else {"bf16": False}))
     *parsed, unknown = parser.parse_args_and_config(list(words), return_remaining_strings=True)
     _check_unknown(unknown, parser)
     script, training, model, mixture, run = parsed
@@ -247,7 +244,7 @@ def _parse_scratch(words: Sequence[str]) -> Arguments:
     in_file.pop("env", None)
     rest = [*words_of(in_file), *rest]  # of words the later ones hold
     epochs = any(re.match("--num[_-]train[_-]epochs", word) for word in rest)
-    parser.set_defaults(**_common(), **_SCRATCH, max_steps=-1 if epochs else _SCRATCH_STEPS, bf16=_has_bf16())
+    _set_defaults(parser, **_SCRATCH, max_steps=-1 if epochs else _SCRATCH_STEPS, bf16=_has_bf16())
     model, training, run, unknown = parser.parse_args_into_dataclasses(
         rest, return_remaining_strings=True, look_for_args_file=False
     )
@@ -261,17 +258,18 @@ def _has_bf16() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
-def _common() -> dict[str, Any]:
-    """Return defaults of both kinds of runs that are not the libraries'."""
+def _set_defaults(parser: Any, **own: Any) -> None:
+    """Set defaults that are not the libraries': of both kinds of runs, and a kind's own."""
     import torch
 
-    return {
-        "use_cpu": not torch.accelerator.is_available(),
-        "disable_tqdm": not sys.stderr.isatty(),
-        "logging_nan_inf_filter": False,  # a NaN is logged as one
+    parser.set_defaults(
+        use_cpu=not torch.accelerator.is_available(),
+        disable_tqdm=not sys.stderr.isatty(),
+        logging_nan_inf_filter=False,  # a NaN is logged as one
         # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
-        "ddp_find_unused_parameters": False,
-    }
+        ddp_find_unused_parameters=False,
+        **own,
+    )
 
 
 def _parser_of(kind: type, *types: type) -> Any:
@@ -289,8 +287,8 @@ def _parser_of(kind: type, *types: type) -> Any:
 
 def _check_unknown(words: Sequence[str], parser: Any) -> None:
     _, unknown = _take(words, *_LAUNCHER)
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    for name in flags or unknown:
+    if unknown:
+        name = next((word for word in unknown if word.startswith("--")), unknown[0]).partition("=")[0]
         known = (flag for action in parser._actions for flag in action.option_strings)
         expected = "an option of `trl sft`, transformers' TrainingArguments or `lowtide train --help`"
         raise ArgumentValueError(message(name, expected, "another name", did_you_mean(name, known)))

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,8 +185,6 @@ def next_step(output: Path, resume: str) -> str:
 
 def _flush(path: Path) -> None:
     """Wait until a file's or folder's contents are on the disk."""
-    if sys.platform == "win32" and path.is_dir():
-        return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

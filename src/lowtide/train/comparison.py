@@ -33,6 +33,8 @@ _SHORTEST = 5  # steps of one
 _SAID_BLOCKS = 5  # between two lines about the progress
 _PATIENCE = 2.0  # seconds between two looks whether anybody still waits for the figures
 _EARLY_STEPS = 20
+_STEP, _RATE = "step, ms (median)", "tokens/s"
+_TIMES = {_STEP: 1, _RATE: -1}  # whose ratio is that of paired blocks, or its inverse
 # Up to which a difference of losses is rounding: in the first steps, and later, as training feeds each step's rounding
 # back into the next. In float32 the small run measured 2e-6 up to step 50, 6e-5 at 300, 2e-4 at 500; a wrong gradient
 # shows early. In 16 bits the stock model itself is up to 5e-3 away from float32.
@@ -96,8 +98,8 @@ class Comparison:
             "held-out loss": run.held_out[-1] if run.held_out else None,
             f"peak {kind} MiB above warm model": above,
             f"peak {kind} MiB": mib(run.peak_bytes),
-            "step, ms (median)": run.median_step * 1e3,
-            "tokens/s": run.tokens_per_second,
+            _STEP: run.median_step * 1e3,
+            _RATE: run.tokens_per_second,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -120,14 +122,15 @@ class Comparison:
         table = Table("", "stock", "lowtide", "lowtide / stock", title="the same model, seed and data")
         for column in table.columns[1:]:
             column.justify = "right"
-        patched, ratio = self.figures(self.patched), self.step_ratio
-        ratios = {"step, ms (median)": ratio, "tokens/s": 1 / ratio if ratio else None}
+        patched = self.figures(self.patched)
         for name, value in self.figures(self.stock).items():
             other, form = patched[name], ".4f" if "loss" in name else ",.0f"
-            if "peak" in name and value and other:
-                ratios[name] = other / value
             shown = ["-" if figure is None else format(figure, form) for figure in (value, other)]
-            table.add_row(name, *shown, f"{ratios[name]:.2f}" if ratios.get(name) else "")
+            if name in _TIMES:
+                shown.append(f"{self.step_ratio ** _TIMES[name]:.2f}")
+            elif "peak" in name and value and other:
+                shown.append(f"{other / value:.2f}")
+            table.add_row(name, *shown)
         console.print()
         console.print(table, highlight=False)
         said = [f"{d:.0e} (rounding: up to {most:.0e})" for d, most in zip(self.differences, self.bounds, strict=True)]

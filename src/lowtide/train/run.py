@@ -156,12 +156,12 @@ def _block_trainer(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[st
     """Return transformers' trainer of random weights, and a line about its data."""
     from transformers import default_data_collator
 
-    from lowtide.train.scratch import HELD_OUT, make_blocks, make_tokenizer, pieces, random_model, text_files
+    from lowtide.train.scratch import HELD_OUT, make_blocks, make_tokenizer, pieces, random_model
     from lowtide.train.shapes import model_config
     from lowtide.train.trainers import BaseTrainer
 
     args, model = found.training, found.model
-    text = pieces(text_files(model.dataset_name), args.seed)
+    text = pieces(model.dataset_name, args.seed)
     config = model_config(model.model_name_or_path)
     tokenizer = make_tokenizer(model.tokenizer_name, text, config)
     most = args.max_steps * _sequences(args) if args.max_steps > 0 else None

@@ -6,6 +6,7 @@ No more of the text is tokenised than the run's steps take. Neither TRL nor data
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -22,53 +23,37 @@ from lowtide.train.shapes import VOCAB_SIZE
 HELD_OUT = 64  # sequences, if no number is given
 END_OF_TEXT = "<|endoftext|>"
 _TRAINING_CHARACTERS = 4 * 2**20  # merges stop getting better long before; on two cores this takes a few seconds
-_PIECE = 2**13  # characters
+_PIECE = re.compile(rf"(?s).{{1,{2**13}}}[^\n]*\n?")  # so many characters, and the rest of the line
 _PIECES_AT_ONCE = 32
-_PROBE = 8192  # bytes read to recognise a text
+_PROBE = 8192  # bytes; a text has no NUL among them
 # Its tests hold text in broken encodings on purpose; the others are no part of the standard library, or not text.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 
 
-def text_files(name: str | None) -> list[Path]:
-    """Return the text files of ``--dataset_name``: itself, or those in a folder; None: Python's standard library.
+def pieces(name: str | None, seed: int) -> list[str]:
+    """Return the text of a file, or of those in a folder, in pieces cut at line ends, in an order that the seed sets.
+
+    Args:
+        name: ``--dataset_name``; None: the sources of Python's standard library.
+        seed: of the order, which depends on nothing else.
 
     Raises:
-        ArgumentValueError: there is none.
+        ArgumentValueError: there is no text, or a file is not UTF-8.
     """
-    root = Path(sysconfig.get_path("stdlib")) if name is None else Path(name).expanduser()
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*.*" if name else "*.py") if p.is_file())
-    if name is None:
-        files = [path for path in files if not _SKIPPED & {*path.relative_to(root).parts}]
-    if root.suffix != ".jsonl" and (found := [path for path in files if _is_text(path)]):
-        return found
-    hint = "To train random weights on a dataset, save its text; a pretrained model takes every dataset."
-    raise ArgumentValueError(message("--dataset_name", "UTF-8 text files", f"none in {root}", hint))
-
-
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        probe = file.read(_PROBE)
-    return bool(probe) and b"\0" not in probe
-
-
-def pieces(files: list[Path], seed: int) -> list[str]:
-    """Return the files' text in pieces, cut at line ends, in an order that depends on the seed alone.
-
-    Raises:
-        ArgumentValueError: a file is not UTF-8.
-    """
-    found: list[str] = []
-    for path in files:
+    root, found = Path(name or sysconfig.get_path("stdlib")).expanduser(), list[str]()
+    for path in [root] if root.is_file() else sorted(root.rglob("*.*" if name else "*.py")):
+        if not path.is_file() or (name is None and _SKIPPED & {*path.relative_to(root).parts}):
+            continue
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            with path.open("rb") as file:
+                begin = file.read(_PROBE)
+                if b"\0" not in begin and root.suffix != ".jsonl":
+                    found += _PIECE.findall((begin + file.read()).decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentValueError(message("--dataset_name", "UTF-8 text", f"{path} ({error})")) from error
-        begin = 0
-        while begin < len(text):
-            cut = text.find("\n", begin + _PIECE)
-            end = len(text) if cut < 0 else cut + 1
-            found.append(text[begin:end])
-            begin = end
+    if not found:
+        hint = "To train random weights on a dataset, save its text; a pretrained model takes every dataset."
+        raise ArgumentValueError(message("--dataset_name", "UTF-8 text files", f"none in {root}", hint))
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
     return [found[i] for i in order.tolist()]
 
