@@ -15,7 +15,7 @@ import pytest
 
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
-from lowtide.train.arguments import LAUNCHED, Arguments, RunArguments, parse
+from lowtide.train.arguments import Arguments, RunArguments, parse
 from promises import promise
 from train.conftest import Files, words
 
@@ -74,13 +74,9 @@ def test_accelerate_starts_processes_that_know_the_whole_command(
     """They name it where a run ends early. Its configurations are TRL's."""
     started: list[Any] = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)
-    monkeypatch.setenv(LAUNCHED, "")
-    monkeypatch.delenv(LAUNCHED)
-    given = words(accelerate_config="fsdp2", num_processes=2)
-    if in_file:
-        (tmp_path / "run.yaml").write_text("accelerate_config: fsdp2\nnum_processes: 2\n")
-        given = words(config=tmp_path / "run.yaml")
-    given = [*given, "--output_dir", "x"]
+    monkeypatch.setattr("os.environ", {**os.environ})
+    (tmp_path / "run.yaml").write_text("accelerate_config: fsdp2\nnum_processes: 2\n")
+    given = words(config=tmp_path / "run.yaml") if in_file else words(accelerate_config="fsdp2", num_processes=2)
     assert main(["train", *given]) == 0
     (launch,) = started
     assert (Path(launch.config_file).name, launch.num_processes) == ("fsdp2.yaml", 2)
