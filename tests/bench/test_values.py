@@ -17,13 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.bench import case as cases
 from lowtide.bench.case import MOST_LOGITS, TABLE, Bench, Case, Values, limit_rows, make_case
+from lowtide.bench.config import WORKS
 from lowtide.bench.harness import Peer, Row
 from lowtide.bench.head import PEERS
 from lowtide.bench.mlp import PEERS as MLP_PEERS
 from lowtide.bench.mlp import make_mlps
 from lowtide.bench.settings import Shape
 from lowtide.bench.stats import PEERS as STATS_PEERS
-from lowtide.bench.stats import WORKS, StatsCase, stats_case
+from lowtide.bench.stats import StatsCase, stats_case
 from lowtide.errors import UnsupportedError
 from promises import promise
 from support import relative_error

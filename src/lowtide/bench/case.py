@@ -37,27 +37,16 @@ def values_in(found: Any) -> Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What every peer of one table computes: the mean cross entropy; subclasses have other values.
-
-    Attributes:
-        shape: the sizes.
-        name: of the table.
-        gemms: GEMMs of 2NDV operations that it cannot do without; 4: the logits are computed twice.
-        x: hidden states [N, D].
-        w: weight [V, D].
-        y: targets [N].
-        names: of the values.
-        upstream: the objective's gradient with respect to each value, of its shape; empty without gradients.
-    """
+    """What every peer of one table computes: the mean cross entropy; subclasses have other values."""
 
     shape: Any
-    name: str = "mean"
-    gemms: int = 3
-    x: Tensor
-    w: Tensor
-    y: Tensor
-    names: tuple[str, ...] = ("loss",)
-    upstream: Values = ()
+    name: str = "mean"  # of the table
+    gemms: int = 3  # of 2NDV operations, that it cannot do without; 4: the logits are computed twice
+    x: Tensor  # hidden states [N, D]
+    w: Tensor  # [V, D]
+    y: Tensor  # targets [N]
+    names: tuple[str, ...] = ("loss",)  # of the values
+    upstream: Values = ()  # the objective's gradient with respect to each value, of its shape; empty: no gradients
 
     @property
     def arguments(self) -> tuple[Any, ...]:

@@ -16,10 +16,17 @@ HEAD_PEERS = (
 STATS_PEERS = (
     "lowtide", "naive", "compile", "trl", "liger-scaled", "liger-native", "cce-exact", "torch", "checkpoint-8",
 )  # fmt: skip
-WORKS = (
-    "logprob-entropy", "logprob", "targets", "logprob-forward", "logprob-entropy-forward", "all-forward",
-    "topk-forward",
-)  # fmt: skip
+SEVERAL = 8  # targets of a token, or highest logits
+WORKS: dict[str, tuple[str, tuple[str, ...], int]] = {  # of stats: title, values, GEMMs
+    "logprob-entropy": ("log-probability and entropy", ("logprob", "entropy"), 4),
+    "logprob": ("log-probability", ("logprob",), 4),
+    "targets": (f"log-probabilities of {SEVERAL} targets a token", ("logprob",), 4),
+    "logprob-forward": ("log-probability", ("logprob",), 1),
+    "logprob-entropy-forward": ("log-probability and entropy", ("logprob", "entropy"), 1),
+    "all-forward": ("all statistics but the top k", ("logprob", "entropy", "lse", "mean_logit", "sum_sq_prob"), 1),
+    "topk-forward": (f"logsumexp and {SEVERAL} highest logits", ("lse", "topk"), 1),
+}
+"""A policy that is trained, with and without an entropy bonus and on several candidates, and one that only scores."""
 MLP_PEERS = ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")
 MLP_SIZES = ("batch", "seq", "D", "F", "layers")
 MLPS = {

@@ -34,19 +34,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation that is measured.
-
-    Attributes:
-        name: of its row.
-        build: imports it and returns what is run, made for a case; `UnsupportedError` where it does not do the case.
-        package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
-        gemms: per layer of an MLP, that it cannot do without.
+    """An implementation that is measured. ``build`` imports it and returns what is run, made for a case;
+    `UnsupportedError` where it does not do the case.
     """
 
-    name: str
+    name: str  # of its row
     build: Callable[[Any], Any]
-    package: str = ""
-    gemms: int = 9
+    package: str = ""  # the distribution it comes in, for its version; empty where that is torch's or lowtide's
+    gemms: int = 9  # per layer of an MLP, that it cannot do without
 
 
 def by_name(*peers: Peer) -> dict[str, Peer]:
@@ -69,15 +64,10 @@ def compiled(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class Table:
-    """How rows are printed.
-
-    Attributes:
-        columns: the keys that are shown, which are the titles too, each with the format of its value.
-        notes: more about a row.
-    """
+    """How rows are printed: the keys that are shown, which are the titles too, each with the format of its value."""
 
     columns: Mapping[str, str]
-    notes: Callable[[Row], list[str]] = lambda _: []
+    notes: Callable[[Row], list[str]] = lambda _: []  # more about a row
 
     @property
     def header(self) -> str:

@@ -33,25 +33,15 @@ TABLE = Table(
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCase:
-    """A module's work: hidden states in, a gradient of its output back.
-
-    Attributes:
-        shape: the sizes.
-        x: hidden states [N, D].
-        upstream: the gradient [N, D] of the output.
-        leaves: what gets a gradient.
-        forward: returns the output that a peer's layer computes.
-        bare: runs the GEMMs that a step cannot do without, so many per layer.
-        layers: one after another.
-    """
+    """A module's work: hidden states in, a gradient of its output back."""
 
     shape: Any
-    x: Tensor
-    upstream: Tensor
-    leaves: list[Tensor]
-    forward: Callable[[Layer], Tensor]
-    bare: Callable[[int], object]
-    layers: int = 1
+    x: Tensor  # [N, D]
+    upstream: Tensor  # the gradient [N, D] of the output
+    leaves: list[Tensor]  # what gets a gradient
+    forward: Callable[[Layer], Tensor]  # returns the output that a peer's layer computes
+    bare: Callable[[int], object]  # runs the GEMMs that a step cannot do without, so many per layer
+    layers: int = 1  # one after another
 
     def clear(self) -> None:
         """Drop the gradients."""

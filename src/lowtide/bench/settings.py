@@ -26,14 +26,8 @@ HEADS = {  # N, D, V
 def setting(
     default: Any, help: str, *, metavar: str | None = None, least: int | None = None, names: Iterable[Any] | None = None
 ) -> Any:
-    """Return a field that `lowtide.cli.parser.add_options` makes an option of.
-
-    Args:
-        default: its default.
-        help: its meaning.
-        metavar: what stands for its value in the help.
-        least: of a number, or of each of several.
-        names: all that its values can be, which the help lists behind its meaning; None: any.
+    """Return a field that `lowtide.cli.parser.add_options` makes an option of, with what stands for its value in the
+    help, the least that a number (or each of several) can be, and all that values can be, which the help lists.
     """
     if names is not None:
         help = f"{help}: {', '.join(map(str, names))}"
@@ -105,11 +99,8 @@ class RoundSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeSettings(RoundSettings):
-    """What benchmarks of shapes have; subclasses have the field ``shape`` from `shape_setting`.
-
-    Attributes:
-        sizes: what a shape's numbers are called, in order.
-        named: shapes by name.
+    """What benchmarks of shapes have: what a shape's numbers are called, in order, and shapes by name; subclasses have
+    the field ``shape`` from `shape_setting`.
     """
 
     sizes: ClassVar[tuple[str, ...]] = ("N", "D", "V")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.case import Case, Function, Values, make_case, measure_cases, values_in
+from lowtide.bench.config import SEVERAL, WORKS
 from lowtide.bench.harness import Peer, Run, by_name, compiled, gpu_module
 from lowtide.bench.head import CCE, ENTROPY, IGNORED, checkpointed, liger_native, on_cuda, torch_loss, trl
 from lowtide.bench.variant import LOWTIDE
@@ -20,18 +21,6 @@ from lowtide.errors import UnsupportedError
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
 LOGPROB, TOPK = "logprob", "topk"  # the highest logits' values, without their classes
-SEVERAL = 8  # targets of a token, or highest logits
-ALL = (LOGPROB, ENTROPY, "lse", "mean_logit", "sum_sq_prob")
-WORKS: dict[str, tuple[str, tuple[str, ...], int]] = {  # title, values, GEMMs
-    "logprob-entropy": ("log-probability and entropy", (LOGPROB, ENTROPY), 4),
-    "logprob": ("log-probability", (LOGPROB,), 4),
-    "targets": (f"log-probabilities of {SEVERAL} targets a token", (LOGPROB,), 4),
-    "logprob-forward": ("log-probability", (LOGPROB,), 1),
-    "logprob-entropy-forward": ("log-probability and entropy", (LOGPROB, ENTROPY), 1),
-    "all-forward": ("all statistics but the top k", ALL, 1),
-    "topk-forward": (f"logsumexp and {SEVERAL} highest logits", ("lse", TOPK), 1),
-}
-"""A policy that is trained, with and without an entropy bonus and on several candidates, and one that only scores."""
 
 
 def stats_of(z: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:

@@ -21,12 +21,8 @@ IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, *OURS)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """An implementation, and what its layers save for backward.
-
-    Attributes:
-        impl: one of `IMPLEMENTATIONS`.
-        policy: as `lowtide.memory.policy.parse_policies` reads it; a peer's layers are all alike, and have no
-            levels of the MLP.
+    """One of `IMPLEMENTATIONS`, and a policy as `lowtide.memory.policy.parse_policies` reads it; a peer's layers are
+    alike, and have no levels of the MLP.
 
     Raises:
         ArgumentValueError: no such implementation or policy, or not together.

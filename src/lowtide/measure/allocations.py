@@ -34,18 +34,11 @@ class Allocations:
 
 @contextmanager
 def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocations]:
-    """Record every allocation of PyTorch's allocator on one kind of device while the block runs.
+    """Record every allocation of PyTorch's allocator on one kind of device, ``"cpu"`` or ``"cuda"``, while the block
+    runs, which this slows down.
 
-    This includes the autograd threads of its backward passes and the scratch inside operators, custom ones too. It
-    excludes memory outside PyTorch's allocators (NumPy, the BLAS library's own buffers, Triton's compiler); for that,
-    measure `peak_resident_bytes` in a child process. CUDA sizes are those of the caching allocator, rounded up to its
-    512-byte blocks. Tracking slows the block down, so do not time it.
-
-    Args:
-        device: the kind of device, ``"cpu"`` or ``"cuda"`` (its index is ignored).
-
-    Yields:
-        The `Allocations`, which are filled when the block ends.
+    Memory outside PyTorch's allocators (NumPy, the BLAS library's own buffers, Triton's compiler) is not included; for
+    that, measure `peak_resident_bytes` in a child process. CUDA sizes are rounded up to blocks of 512 bytes.
 
     Example:
         >>> x = torch.randn(64, 32, requires_grad=True)

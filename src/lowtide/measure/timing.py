@@ -38,19 +38,12 @@ def time_side_by_side(
     reps: int = 6,
     behind: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time the functions interleaved, each once per round, so that drifting clocks affect all of them alike.
+    """Time the functions interleaved, each once per round, so that drifting clocks affect all of them alike: ``warm``
+    rounds, then ``reps`` that count.
 
     On a GPU the time is the device's own, between two events around the call, with nothing else in flight: it includes
-    the launch of the first kernel and every time the host waits inside the call. ``behind`` hides the launch, as in
-    training, where the host is ahead of the device.
-
-    Args:
-        functions: What to run, by name; results are dropped.
-        device: Where they run.
-        warm: Rounds before the first one that counts.
-        reps: Rounds that count.
-        behind: Runs before each function, without waiting for it: long enough for the host to get ahead. Use the same
-            for all if one function's heat would lower the next one's clock.
+    the launch of the first kernel and every time the host waits inside the call. ``behind``, which runs before each
+    function for long enough that the host gets ahead, hides the launch, as in training.
     """
     clock = _time_on_cuda if torch.device(device).type == "cuda" else _time_on_host
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -65,9 +58,8 @@ def time_side_by_side(
 def peak_above(function: Callable[[], object], device: str | torch.device) -> int:
     """Run a function once and return its peak memory in bytes, above what was there before.
 
-    What stays allocated (gradients) counts; memory from before that is freed meanwhile counts negative. CUDA's peak is
-    that of PyTorch's allocator, in blocks of 512 bytes; a CPU's counts every allocation of PyTorch. Run the function
-    before for what it allocates once: compiled kernels, a BLAS library's workspace.
+    What stays allocated (gradients) counts; memory from before that is freed meanwhile counts negative. It is that of
+    PyTorch's allocators. Run the function before for what it allocates once: compiled kernels, workspaces.
     """
     return _peak_and_kept(function, device)[0]
 
@@ -75,9 +67,8 @@ def peak_above(function: Callable[[], object], device: str | torch.device) -> in
 def kept_above(function: Callable[[], object], device: str | torch.device) -> int:
     """Run a function once and return the bytes allocated after it, above those before, its result still referenced.
 
-    For a forward pass: its output and what it saves for backward, unless that was there before. CUDA's are those of
-    PyTorch's allocator: blocks of 512 bytes, and of a large one the unused rest of less than a MiB. Run the function
-    before, as for `peak_above`.
+    For a forward pass: its output and what it saves for backward, unless that was there before. Of CUDA's blocks of a
+    MiB and more the unused rest counts. Run the function before, as for `peak_above`.
     """
     return _peak_and_kept(function, device)[1]
 

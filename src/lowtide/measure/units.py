@@ -62,13 +62,7 @@ def as_gib(name: str, size: object) -> float:
 
 
 def budget_bytes(name: str, size: object, *, above_0: bool = False, hint: str = "") -> int:
-    """Return a budget of memory in bytes.
-
-    Args:
-        name: The argument, for the error.
-        size: What was given for it: a number of GiB, or a text with a unit.
-        above_0: Whether 0 is an error.
-        hint: What to do where it is not allowed.
+    """Return argument ``name``, a number of GiB or a text with a unit, in bytes; ``hint``: what to do after an error.
 
     Raises:
         ArgumentTypeError: It is neither.

@@ -134,16 +134,11 @@ def owners_of(recording: Recording, gradients: Collection[int]) -> list[str]:
 def describe(
     recording: Recording, before: Mapping[str, int], gradients: Collection[int], lengths_ms: Sequence[float]
 ) -> dict[str, Any]:
-    """Return a step's phases, timeline and peak, for json.
+    """Return a step's phases, timeline and peak, for json, from the bytes of each owner before it, the gradients'
+    addresses after backward, and the phases' lengths in a step without recording.
 
-    Of more than `POINTS` events neighbours are one point of the timeline: the one with the most memory.
-
-    Args:
-        recording: What was allocated and freed.
-        before: The bytes of each owner before the step.
-        gradients: The addresses of the gradients after backward.
-        lengths_ms: The phases' lengths in a step without recording. On a GPU the allocator runs ahead of the kernels:
-            an event is drawn in its phase, not at the host's time.
+    On a GPU the allocator runs ahead of the kernels: an event is drawn in its phase, not at the host's time. Of more
+    than `POINTS` events neighbours are one point of the timeline: the one with the most memory.
     """
     phases, blocks = recording.phases, recording.blocks
     owners = dict(zip(map(id, blocks), owners_of(recording, gradients), strict=True))
