@@ -77,7 +77,7 @@ PLAN = ["plan", "--model", "x", "--seq-len", "4"]
         (["profile", "--optimizer", "adamv"], "Did you mean adamw?"),
         (["bench", "step", "--tokens", "many"], "lowtide bench step: argument --tokens: invalid int value: 'many'"),
         (["train", "--held-out", "0"], "--held-out: expected a whole number"),
-        (["plan", "--model", "llama-3-8b", "--seq-len", "64", "--budget", "-4GiB"], "budget: expected a size"),
+        (["plan", "--model", "llama-3-8b", "--seq-len", "64", "--budget", "-4GiB"], "budget, in GiB: expected a size"),
         (["bench", "head", "--shape", "-5,64,100"], "lowtide bench head: shape: expected"),
     ],
 )

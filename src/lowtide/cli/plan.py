@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.options import HeadOptions
 from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import gib
 from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, Adapters, PlanArguments
@@ -24,6 +23,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file
 if TYPE_CHECKING:
     from lowtide.plan import MemoryPlan
 
+_NO_RUN = RunFile("", {}, four_bit=False, nested=False, checkpointed=False, default_targets=False)
 LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
 Predict the memory and the time of a language model's training step, and choose what each layer saves for backward so
@@ -90,16 +90,9 @@ def add(parser: OneLineParser) -> None:
     add("--no-autocast", dest="autocast", action="store_false", default=None, help="GEMMs in float32 as well")
     add("--grad-accum", type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
-    add(
-        "--lora-targets",
-        nargs="+",
-        metavar="NAME",
-        help="what is adapted (default: all linear layers)",
-    )
+    add("--lora-targets", nargs="+", metavar="NAME", help="what is adapted (default: all linear layers)")
     add("--load-in-4bit", action="store_true", help="the frozen layers in 4 bits (QLoRA), with --lora-rank")
-    add("--use-bnb-nested-quant", action="store_true", help="with --load-in-4bit: double quantisation")
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
-    add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
     add("--json", metavar="FILE", help="write the plan as JSON; - is the standard output, which then has nothing else")
     add("--check", action="store_true", help="run real steps with random weights on the GPU at hand, and compare")
     parser.set_defaults(main=main, parser=parser, options_of=_OPTIONS)
@@ -112,44 +105,47 @@ def main(arguments: argparse.Namespace) -> int:
         LowtideError: something that the user can fix.
     """
     check_output_files(json=None if arguments.json == "-" else arguments.json)  # before minutes of a check are spent
-    if arguments.run is not None and (arguments.run in SHAPES or Path(arguments.run, "config.json").is_file()):
-        raise ArgumentValueError(message("run", "a YAML file", arguments.run, f"Give --model {arguments.run}."))
-    run = None if arguments.run is None else read_run(Path(arguments.run))
+    name, run = arguments.run, _NO_RUN
+    if name is not None:
+        if name in SHAPES or Path(name, "config.json").is_file():
+            raise ArgumentValueError(message("run", "a YAML file", name, f"Give --model {name}."))
+        run = read_run(Path(name))
     for name, said in (("model", "--model"), ("seq_len", "--seq-len")):
-        if run is None and getattr(arguments, name, None) is None:
+        if run is _NO_RUN and getattr(arguments, name, None) is None:
             raise ArgumentValueError(message(name, f"{said}, or the config of a run", "none"))
-    step = _step(arguments, {} if run is None else run.arguments)
+    step = _step(arguments, run.arguments)
     settings = _settings(arguments, run)
-    if run is not None and run.default_targets and arguments.lora_rank is None and step.adapters is not None:
+    if run.default_targets and arguments.lora_rank is None and step.adapters is not None:
         step = replace(step, adapters=replace(step.adapters, targets=default_targets(settings["model_type"])))
     if sys.stderr.isatty():  # importing and tracing take seconds
         sys.stderr.write(f"lowtide plan: {settings['model_type']}: one layer of each kind is traced, without weights\n")
     from lowtide.plan.planning import plan_step
 
-    return _write(arguments, settings, plan_step(settings, step), checkpointed=run is not None and run.checkpointed)
+    return _write(arguments, settings, plan_step(settings, step), checkpointed=run.checkpointed)
 
 
 def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArguments:
     """Return what is to be planned; torch is not needed for it."""
-    rank, targets, options, passes = arguments.lora_rank, arguments.lora_targets, None, arguments.grad_accum
-    if passes is not None and passes < 1:
-        raise ArgumentValueError(message("grad_accum", "at least 1", str(passes)))
-    if rank is None and targets is not None:
-        raise ArgumentValueError(message("lora_targets", "--lora-rank beside it", "none"))
-    if arguments.workspace_mib is not None:
-        options = HeadOptions(workspace_mib=arguments.workspace_mib)
+    rank, targets, passes = arguments.lora_rank, arguments.lora_targets, arguments.grad_accum
     names = {each.name for each in fields(PlanArguments)} - {"options", "adapters"}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    for name in ("parallel", "link"):
-        if name in given and given.get("gpus", 1) == 1:
-            raise ArgumentValueError(message(name, "--gpus above 1 beside it", str(given.get("gpus", "none"))))
+    alone = given.get("gpus", 1) == 1
+    for name, needs, lacks in (
+        ("lora_targets", "--lora-rank", rank is None),
+        ("parallel", "--gpus above 1", alone),
+        ("link", "--gpus above 1", alone),
+    ):
+        if lacks and getattr(arguments, name, None) is not None:
+            raise ArgumentValueError(message(name, f"{needs} beside it", "none"))
     if not given.get("device", "cuda").lower().startswith("cuda"):
         gpu_named(given["device"])
     if rank is not None:
         given["adapters"] = Adapters(rank, tuple(targets or ()))
     if passes is not None:
+        if passes < 1:
+            raise ArgumentValueError(message("grad_accum", "at least 1", str(passes)))
         given["keep_gradients"] = passes > 1
-    step = PlanArguments(**{**of_run, **given}, options=options)
+    step = PlanArguments(**{**of_run, **given})
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": step.attention_mask}
     others |= {"--no-fused-mlp": not step.fused_mlp, "--gpus": step.gpus > 1}
     if arguments.check and (got := next((name for name, is_given in others.items() if is_given), None)):
@@ -158,17 +154,14 @@ def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArgument
     return step
 
 
-def _settings(arguments: argparse.Namespace, run: RunFile | None) -> dict[str, Any]:
+def _settings(arguments: argparse.Namespace, run: RunFile) -> dict[str, Any]:
     """Return the config of the model, with the requested number of layers, in 4 bits if these are asked for."""
-    name = run.model if arguments.model is None and run is not None else arguments.model
+    name = arguments.model or run.model
     named = {"vocab_size": VOCAB_SIZE} if name == DEFAULT else {}
     settings = read_settings({**named, **SHAPES[name]} if name in SHAPES else config_file(name))
     settings = settings if arguments.layers is None else with_layers(settings, arguments.layers)
-    if arguments.load_in_4bit or (run is not None and run.four_bit):
-        nested = arguments.use_bnb_nested_quant or (run is not None and run.nested)
-        settings["quantization_config"] = nf4(nested=nested)
-    elif arguments.use_bnb_nested_quant:
-        raise ArgumentValueError(message("use_bnb_nested_quant", "--load-in-4bit beside it", "none"))
+    if arguments.load_in_4bit or run.four_bit:
+        settings["quantization_config"] = nf4(nested=run.nested)
     return settings
 
 
