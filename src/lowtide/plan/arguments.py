@@ -150,14 +150,15 @@ class PlanArguments:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "gpus"):
             check_count(name, getattr(self, name))
-        for name in ("keep_gradients", "attention_mask", "fused_mlp"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentTypeError(message(name, "True or False", f"{getattr(self, name)!r}"))
-        if self.autocast is not None and not isinstance(self.autocast, bool):
-            raise ArgumentTypeError(message("autocast", "True, False or None", f"{self.autocast!r}"))
+        kinds: dict[str, tuple[Any, str]] = {
+            **dict.fromkeys(("keep_gradients", "attention_mask", "fused_mlp"), (bool, "True or False")),
+            "autocast": (bool | None, "True, False or None"),
+            "adapters": (Adapters | None, "lowtide.plan.Adapters or None"),
+        }
+        for name, (kind, expected) in kinds.items():
+            if not isinstance(got := getattr(self, name), kind):
+                raise ArgumentTypeError(message(name, expected, f"{got!r}"))
         check_options(self.options)
-        if self.adapters is not None and not isinstance(self.adapters, Adapters):
-            raise ArgumentTypeError(message("adapters", "lowtide.plan.Adapters or None", type(self.adapters).__name__))
         for name, names in (("optimizer", tuple(OPTIMIZERS)), ("parallel", PARALLEL)):
             if (got := getattr(self, name)) not in names:
                 raise ArgumentValueError(message(name, f"one of {', '.join(names)}", f"{got!r}"))

@@ -166,7 +166,8 @@ def _bytes(tensor: Tensor) -> int:
 def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
     """Return the bytes that live inside an operator, beside what it is given and returns."""
     if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
-        call, narrow = SwigluCall(*args[: len(SwigluCall._fields)]), args[SwigluCall._fields.index("dtype")].itemsize
+        call = SwigluCall(*args[: len(SwigluCall._fields)])
+        narrow = call.dtype.itemsize
         backward = name.endswith("backward")
         scratch = tensors[given[-1].dim() == 2] * call.tokens * call.down_shape[1] * narrow
         weights = [x for x in (call.gate_weight, call.up_weight, call.down_weight) if x is not None]

@@ -77,15 +77,17 @@ def plan_step(model_or_config: Any, arguments: PlanArguments) -> MemoryPlan:
     job = Job.of(model_or_config, arguments)
     requested, search = job.size("budget_gib") or job.gpu.default_budget_bytes, Search(job)
     budget = min(requested, job.gpu.most_bytes)
-    chosen = search.fastest(budget)
-    if chosen is None:
-        raise _refusal(search, budget, requested)
-    return MemoryPlan(search=search, chosen=chosen, budget_bytes=budget, requested_bytes=requested)
+    fastest = search.fastest(budget)
+    chosen = fastest or search.front[0]
+    plan = MemoryPlan(search=search, chosen=chosen, budget_bytes=budget, requested_bytes=requested)
+    if fastest is None:
+        raise _refusal(plan)
+    return plan
 
 
-def _refusal(search: Search, budget: int, requested: int) -> ArgumentValueError:
-    """Return the error where nothing fits: how much is missing, and what would help."""
-    job, costs, least = search.job, search.costs, search.front[0]
+def _refusal(plan: MemoryPlan) -> ArgumentValueError:
+    """Return the error where nothing fits, not even a plan's choice: how much is missing, and what would help."""
+    job, costs, budget, requested = plan.job, plan.search.costs, plan.budget_bytes, plan.requested_bytes
     states = costs.weights + costs.all_gradients + costs.states
 
     def fits(name: str, values: Iterable[Any]) -> list[str]:
@@ -108,16 +110,16 @@ def _refusal(search: Search, budget: int, requested: int) -> ArgumentValueError:
         helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB: {way_out}")
     else:
         # What is there beside them is about in proportion to the tokens: the halves around that are tried.
-        k = math.ceil(math.log2((least.peak - states) / max(1, budget - states)))
+        k = math.ceil(math.log2((plan.peak_bytes - states) / max(1, budget - states)))
         for name in ("batch_size", "seq_len"):
             helps += fits(name, filter(None, (getattr(job, name) >> i for i in range(max(1, k - 1), k + 3))))
-    roomy = Search(replace(job, host_gib=2**30 if job.gpus == 1 else 0)).leanest()
-    if roomy.host > search.host_bytes and roomy.peak <= budget:
-        helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
-    phase = max(costs.phases(least.groups, least.states, late=least.late), key=lambda phase: phase.bytes)
+    if job.gpus == 1:
+        roomy = Search(replace(job, host_gib=2**30)).leanest()
+        if roomy.host > plan.search.host_bytes and roomy.peak <= budget:
+            helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
     tokens = f"{job.batch_size} x {job.seq_len} tokens{f' by {job.parallel}' if job.gpus > 1 else ''}"
-    expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
+    expected = f"at least {gib_text(plan.peak_bytes)} for {tokens} ({plan.chosen}; peak in {plan.phase})"
     usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
-    got = f"{gib_text(requested)}{usable}, {gib_text(least.peak - budget)} GiB too little"
+    got = f"{gib_text(requested)}{usable}, {gib_text(plan.peak_bytes - budget)} GiB too little"
     hint = f"What would help: {'; '.join(helps)}." if helps else ""
     return ArgumentValueError(message("budget_gib", expected, got, hint))

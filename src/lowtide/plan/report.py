@@ -65,7 +65,7 @@ class MemoryPlan:
     @property
     def policies(self) -> tuple[ActivationPolicy, ...]:
         """One `ActivationPolicy` for each layer, as `lowtide.memory.apply_policy` takes them."""
-        return self.chosen.policies
+        return tuple(policy for policy, n in self.chosen.groups for _ in range(n))
 
     @property
     def peak_bytes(self) -> int:
@@ -205,8 +205,6 @@ class MemoryPlan:
         attends = any(policy.keep == "attention" for policy in self.search.ladder)
         budget, requested = (f"{gib(n):.2f} GiB" for n in (self.budget_bytes, self.requested_bytes))
         mask, positions = gib(job.narrow * job.batch_size * job.seq_len**2), job.settings.get("max_position_embeddings")
-        close = CLOSE * gpu.memory_bytes < self.peak_bytes <= gpu.memory_bytes
-        why = "close to the GPU's size" if close else "states leave and come back in each step"
         ranks = self.search.costs.ranks
         waited, beside = (n / job.link_rate for n in (ranks.awaited, ranks.received - ranks.awaited))
         several, part = job.gpus > 1, job.settings.get("part_of")
@@ -227,8 +225,8 @@ class MemoryPlan:
             f"attention has a mask of {mask:.3g} GiB in each layer with keep='all'; flash attention needs none": (
                 job.attention_mask
             ),
-            f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragmentation": (
-                close or self.chosen.states
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragmentation": (
+                self.chosen.states or self.peak_bytes > CLOSE * gpu.memory_bytes
             ),
             f"only the text part of {part} is planned, not its vision or audio": part,
             f"the config's max_position_embeddings is {positions or 0:,}: longer sequences need other positions": (

@@ -37,11 +37,6 @@ class Candidate:
     states: int = 0  # bytes of optimizer states that are offloaded
     late: bool = False  # they come back only after backward
 
-    @property
-    def policies(self) -> tuple[ActivationPolicy, ...]:
-        """Return one policy for each layer."""
-        return tuple(policy for policy, n in self.groups for _ in range(n))
-
     def __str__(self) -> str:
         late = " until after backward" if self.late else ""
         states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
