@@ -92,7 +92,7 @@ def test_rows_with_nothing_are_left_out_and_counted(files: Files, tmp_path: Path
     data = write_rows(tmp_path / "rows.jsonl", [TEXT, {"text": ""}, {"text": "came in"}, {"text": ""}, TEXT])
     rows, held_out, lines = load_rows(found(files, data))
     assert (len(rows), len(held_out or ())) == (2, 1)
-    assert lines == ["rows     3 with text, 2 with nothing to train on left out"]
+    assert lines == ["rows     3 with text, 2 with nothing to train on left out, 1 of them held out"]
 
 
 def test_as_many_rows_are_held_out_as_was_asked(files: Files) -> None:

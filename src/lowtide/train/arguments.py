@@ -23,8 +23,7 @@ from lowtide.errors import ArgumentValueError, did_you_mean, message
 from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file, has_weights
 
 AUTO = "auto"  # as --resume_from_checkpoint: a new run where the folder has no checkpoint
-_HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_SUFFIX = re.compile(r".*\.[A-Za-z]\w*")  # data/rows.jsonl is a path, org/OpenHermes-2.5 a name
+_HUB_DATASET = re.compile(r"(?!.*\.[A-Za-z]\w*$)[\w-][\w.-]*/[\w-][\w.-]*")  # org/Hermes-2.5, not data/rows.jsonl
 LAUNCHED = "LOWTIDE_LAUNCHED"  # in the environment of processes that `lowtide train --accelerate_config` has started
 _LAUNCHER = ("accelerate_config", "num_processes")
 _EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "config", *_LAUNCHER)
@@ -176,7 +175,7 @@ def check_path(name: str) -> None:
         ArgumentValueError: it is neither, with the nearest name in its folder.
     """
     path = Path(os.path.expanduser(name))  # noqa: PTH111 (an unknown home stays as it is)
-    if not path.exists() and (not _HUB_DATASET.fullmatch(name) or _SUFFIX.fullmatch(name)):
+    if not path.exists() and not _HUB_DATASET.fullmatch(name):
         near = did_you_mean(path.name, (one.name for one in path.parent.iterdir())) if path.parent.is_dir() else ""
         expected = "a file, a folder, or a dataset of the Hub as org/name"
         raise ArgumentValueError(message("--dataset_name", expected, f"{name} (No such file or directory)", near))

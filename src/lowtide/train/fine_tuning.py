@@ -45,11 +45,9 @@ def load_rows(found: Arguments) -> tuple[Any, Any | None, list[str]]:
     if script.dataset_train_split not in splits:
         expected = f"one of the data's splits {', '.join(splits)}"
         raise ArgumentValueError(message("--dataset_train_split", expected, script.dataset_train_split))
-    rows, test, lines = splits[script.dataset_train_split], None, []
-    if isinstance(rows, Dataset):
-        rows, skipped = _checked(rows, args.dataset_text_field, script.dataset_name or "")
-        with_nothing = f", {skipped:,} with nothing to train on left out" if skipped else ""
-        lines.append(f"rows     {len(rows):,} with {', '.join(rows.column_names)}{with_nothing}")
+    where = args.dataset_text_field, script.dataset_name or ""
+    rows, lines = _checked(splits[script.dataset_train_split], *where)
+    test = None
     if run.held_out:
         if not isinstance(rows, Dataset) or run.held_out >= len(rows):
             got = f"{run.held_out} of {len(rows)}" if isinstance(rows, Dataset) else "a stream"
@@ -62,9 +60,7 @@ def load_rows(found: Arguments) -> tuple[Any, Any | None, list[str]]:
             hint = f"Give --dataset_test_split ({', '.join(splits)}), or --held-out N to hold out N of the rows."
             expected = "a split to evaluate on, as --eval_strategy says"
             raise ArgumentValueError(message("--dataset_test_split", expected, script.dataset_test_split, hint))
-        test = splits[script.dataset_test_split]
-        if isinstance(test, Dataset):
-            test, _ = _checked(test, args.dataset_text_field, script.dataset_name or "")
+        test, _ = _checked(splits[script.dataset_test_split], *where)
     return rows, test, lines
 
 
@@ -108,8 +104,10 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
         yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
 
 
-def _checked(rows: Any, text_field: str, name: str) -> tuple[Any, int]:
-    """Return the rows that have something to train on, and how many have nothing."""
+def _checked(rows: Any, text_field: str, name: str) -> tuple[Any, list[str]]:
+    """Return the rows that have something to train on, and a line about them; of a stream, which is not read, none."""
+    if not isinstance(rows, Dataset):
+        return rows, []
     used = []
     for index, row in enumerate(rows):
         try:
@@ -120,7 +118,10 @@ def _checked(rows: Any, text_field: str, name: str) -> tuple[Any, int]:
     if not used:
         hint = "Texts and completions are empty, or conversations have no turn of the assistant."
         raise ArgumentValueError(message("--dataset_name", "rows with something to train on", f"none in {name}", hint))
-    return (rows if len(used) == len(rows) else rows.select(used)), len(rows) - len(used)
+    left_out = len(rows) - len(used)
+    with_nothing = f", {left_out:,} with nothing to train on left out" if left_out else ""
+    line = f"rows     {len(used):,} with {', '.join(rows.column_names)}{with_nothing}"
+    return (rows.select(used) if left_out else rows), [line]
 
 
 def _place(name: str, index: int) -> str:
@@ -141,8 +142,9 @@ def row_is_full(row: Mapping[str, Any], text_field: str = "text") -> bool:
     """
     if row.get("input_ids") is not None:
         return len(row["input_ids"]) > 0
-    if row.get("messages") is not None or row.get("conversations") is not None:
-        return _has_answer(row["messages"] if row.get("messages") is not None else row["conversations"])
+    for key in ("messages", "conversations"):
+        if row.get(key) is not None:
+            return _has_answer(row[key])
     if "prompt" in row and "completion" in row:
         if isinstance(row["prompt"], list):
             _has_answer(row["prompt"])
