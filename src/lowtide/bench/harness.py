@@ -126,15 +126,9 @@ def replace(target: Path, write: Callable[[Path], object]) -> None:
 
 
 class Run:
-    """A benchmark under way.
-
-    Attributes:
-        config: its settings.
-        device: where it runs; ``dtype``: of its inputs.
-        say: prints text.
-        peers: who is measured, by name; the result has the versions of their packages, and of the settings'.
-        result: what ``file`` holds: command, date, commit and machine, and what the benchmark adds.
-        status: the exit status: 1 after a row that `is_failure`.
+    """A benchmark under way: its settings, peers by name, the device, and the dtype of its inputs. ``result`` is what
+    ``file`` holds: what `begin` returns, with the versions of the settings' and the peers' packages, and what the
+    benchmark adds. ``status`` is the exit status: 1 after a row that `is_failure`.
 
     Raises:
         UnsupportedError: there is no such device.

@@ -44,22 +44,14 @@ class Shape(SimpleNamespace):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all benchmarks have; a subclass's docstring is the description in ``--help``.
-
-    Attributes:
-        benchmark: the name of the subcommand, and of the result's file.
-        summary: its line in ``lowtide bench --help``.
-        examples: arguments, and what they do.
-        packages: whose versions a result has, besides its peers'.
-
-    Raises:
-        ArgumentValueError: a number that is too small.
+    """What all benchmarks have; a subclass's docstring is the description in ``--help``. A number that is too small is
+    an `ArgumentValueError`.
     """
 
-    benchmark: ClassVar[str]
-    summary: ClassVar[str]
-    examples: ClassVar[Mapping[str, str]]
-    packages: ClassVar[tuple[str, ...]] = ()
+    benchmark: ClassVar[str]  # the name of the subcommand, and of the result's file
+    summary: ClassVar[str]  # its line in ``lowtide bench --help``
+    examples: ClassVar[Mapping[str, str]]  # arguments, and what they do
+    packages: ClassVar[tuple[str, ...]] = ()  # whose versions a result has, besides its peers'
     dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
     output: str = setting(".", "folder for the files that are written", metavar="DIR")

@@ -17,11 +17,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Settings):
-    """What ``lowtide profile`` measures and writes; each field is the option of the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
-    """
+    """What ``lowtide profile`` measures and writes; a value that no run could use is an `ArgumentValueError`."""
 
     benchmark, packages = "profile", ("liger-kernel", "peft", "bitsandbytes")
 

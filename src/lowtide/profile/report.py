@@ -8,12 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lowtide.bench.harness import Table
+from lowtide.bench.harness import Row, Table
 from lowtide.measure.text import table
 from lowtide.profile.memory import OWNERS
 from lowtide.profile.phases import KINDS
 
-Row = dict[str, Any]
 Cells = list[list[str]]
 _HEAD = """\
 <!DOCTYPE html>

@@ -24,10 +24,9 @@ SNAPSHOT_ENTRIES = 2_000_000  # events of the allocator; more than a step of a h
 
 
 def measure(variant: dict[str, str], settings: dict[str, Any], stem: str) -> dict[str, Any]:
-    """Return the times and the memory of an implementation's steps, or why they did not run.
+    """Return the times and the memory of an implementation's steps, or why they did not run; `run_child` calls it.
 
-    `run_child` calls it with a `Variant`'s fields, the settings of `ProfileConfig` without "auto" and with vocab_size,
-    and the beginning of the path of every file that is written.
+    ``settings`` are those of `ProfileConfig` without "auto" and with vocab_size; the files' paths begin with ``stem``.
     """
     try:
         return Steps(Variant(**variant), settings).run(stem)
