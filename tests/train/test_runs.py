@@ -10,20 +10,23 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import lowtide
+from four_bit import in_four_bits
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.train.arguments import parse
 from lowtide.train.checkpoints import COMPLETE, checkpoints
 from lowtide.train.endings import Terminated
 from lowtide.train.meter import RunResult
-from lowtide.train.run import train
+from lowtide.train.run import _start, train
 from promises import promise
 from train.conftest import Files, assert_same_weights, history, losses, words
 
@@ -228,6 +231,15 @@ def test_adapters_are_trained_and_saved_alone(files: Files, tmp_path: Path) -> N
     assert result.calls_materialised == 0
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@promise("adapters")
+def test_the_numbers_of_a_base_in_four_bits_are_those_of_the_model() -> None:
+    pytest.importorskip("bitsandbytes")
+    model = in_four_bits(nn.Sequential(nn.Linear(1024, 1024, bias=False)), torch.float32)
+    ones = dict.fromkeys(("args.max_steps", "args.learning_rate", "args.world_size"), 1)
+    first, _, third = _start(MagicMock(), MagicMock(model=model, **ones))
+    assert (": 1.0 M parameters, 0.00 M of them trained" in first, "layers in 4 bits" in third) == (True, True)
 
 
 @promise("options")
