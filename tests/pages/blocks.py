@@ -176,12 +176,13 @@ PRELUDE: dict[str, Callable[[], Any]] = {
 @cache
 def options_of_train() -> set[str]:
     """Return the options of `lowtide train` that are its libraries', of pretrained models and of random weights."""
-    from transformers import HfArgumentParser, TrainingArguments
+    from transformers import HfArgumentParser
     from trl.scripts.sft import make_parser
 
     from lowtide.train.arguments import ScratchArguments
+    from lowtide.train.trainers import BlockArguments
 
-    parsers = make_parser(), HfArgumentParser((ScratchArguments, TrainingArguments))
+    parsers = make_parser(), HfArgumentParser((ScratchArguments, BlockArguments))
     flags = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     return flags | {"--config", "--accelerate_config", "--num_processes"}
 

@@ -49,7 +49,7 @@ def test_a_file_has_options_that_the_command_line_overrides(files: Files, tmp_pa
     assert tuned.model.lora_target_modules == ["q_proj", "v_proj"]
     config.write_text("learning_rate: 3e-4\nmax_length: 77\nmax_steps: 9\n")
     scratch = parse(words(config=config, max_length=64))
-    assert (scratch.training.learning_rate, scratch.model.max_length, scratch.training.max_steps) == (3e-4, 64, 9)
+    assert (scratch.training.learning_rate, scratch.training.max_length, scratch.training.max_steps) == (3e-4, 64, 9)
 
 
 def test_random_weights_have_a_schedule_of_their_own() -> None:

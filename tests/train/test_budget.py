@@ -127,7 +127,6 @@ BASE = {
         ({"gradient_accumulation_steps": 2, "bf16": False}, {"keep_gradients": True, "autocast": False}),
         ({"packing": True, "packing_strategy": "bfd"}, {"seq_len": 192, "batch_size": 1, "attention_mask": True}),
         ({"packing": True, "packing_strategy": "wrapped"}, {"seq_len": 64, "batch_size": 3, "attention_mask": False}),
-        ({"attention_mask": False}, {"seq_len": 64, "batch_size": 3, "attention_mask": False}),
         ({"optim": "sgd", "per_device_train_batch_size": 1}, {"optimizer": "sgd", "attention_mask": False}),
         ({"world_size": 2}, {"gpus": 2, "parallel": "ddp"}),
         ({"world_size": 2, "fsdp": True}, {"gpus": 2, "parallel": "fsdp2"}),
@@ -135,8 +134,7 @@ BASE = {
     ],
 )
 def test_what_is_planned_is_what_the_arguments_say(more: dict[str, Any], planned: dict[str, Any]) -> None:
-    mask = more.pop("attention_mask", None)
-    found = planned_step(model(), SimpleNamespace(**BASE | more), attention_mask=mask)
+    found = planned_step(model(), SimpleNamespace(**BASE | more))
     assert {name: found[name] for name in planned} == planned
     assert ("gpus" in found) == ("gpus" in planned)
 

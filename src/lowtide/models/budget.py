@@ -53,17 +53,13 @@ def _longest(dataset: Any, column: str, tokenizer: Any) -> int | None:
         return None
 
 
-def planned_step(
-    model: Any, args: Any, *, length: int | None = None, attention_mask: bool | None = None
-) -> dict[str, Any]:
+def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[str, Any]:
     """Return the arguments of `plan_memory` for a step of a trainer, beside the model's config and the budgets.
 
     Args:
         model: the trainer's, with its adapters, before anything wraps it.
         args: transformers' `TrainingArguments`, or TRL's.
         length: the most tokens of a sequence; None: `step_length`.
-        attention_mask: whether attention takes a [T, T] mask, if its implementation has one; None: where the arguments
-            pad several rows, or join them.
 
     Raises:
         ArgumentValueError: the length is not known, or the planner does not have the optimizer.
@@ -73,8 +69,6 @@ def planned_step(
         raise ArgumentValueError(message("length", "the most tokens of a sequence", "None", "Pass it."))
     paired = any(kind.__name__ in _PAIRS for kind in type(args).__mro__)
     rows, packs = args.per_device_train_batch_size * (1 + paired), getattr(args, "packing", False)
-    if attention_mask is None:
-        attention_mask = rows > 1 and not packs
     joined = getattr(args, "padding_free", False) or (packs and args.packing_strategy != "wrapped")
     weights = next(iter(model.parameters())).dtype
     four_bit = quantised(read_settings(model.config)).four_bit
@@ -86,7 +80,7 @@ def planned_step(
         "optimizer": optimizer_of(str(getattr(args.optim, "value", args.optim))),
         "keep_gradients": args.gradient_accumulation_steps > 1,
         "adapters": _adapters(model),
-        "attention_mask": (joined or attention_mask) and attention in _MASKED,
+        "attention_mask": (joined or (rows > 1 and not packs)) and attention in _MASKED,
         "fused_mlp": _has_levels(model),
         "dtype": dtype,
         # weights in 4 bits are dequantised to their layers' dtype, whatever autocast does
@@ -102,13 +96,12 @@ class Budget:
         memory: GPU memory for tensors, such as ``"24GiB"``, or "auto": 92% of what is free.
         host: pinned host memory of each process that layers and optimizer states may be offloaded into.
         length: the most tokens of a sequence; None: as the trainer's arguments or rows say.
-        attention_mask: as `planned_step` has it.
     """
 
-    def __init__(self, memory: str, host: str | None, length: int | None, attention_mask: bool | None = None) -> None:
+    def __init__(self, memory: str, host: str | None, length: int | None) -> None:
         self._gib = None if memory == AUTO else parse_gib("memory_budget", memory)
         self._host_gib = 0.0 if host is None else parse_gib("host_budget", host)
-        self._length, self._attention_mask = length, attention_mask
+        self._length = length
         self.plan: MemoryPlan | None = None
 
     def apply(self, model: Any, args: Any, dataset: Any = None, tokenizer: Any = None) -> str | None:
@@ -120,7 +113,7 @@ class Budget:
         length = self._length or step_length(args, dataset, tokenizer)
         if length is None:
             return None
-        step = planned_step(model, args, length=length, attention_mask=self._attention_mask)
+        step = planned_step(model, args, length=length)
         budget = self._gib
         if budget is None and args.device.type == "cuda":
             free = torch.cuda.mem_get_info(args.device)[0] + torch.cuda.memory_reserved(args.device)

@@ -48,8 +48,6 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         host_budget: Pinned host memory, of each process, that layers and optimizer states may be offloaded into.
         length: The most tokens of a sequence. None: the arguments' ``max_length`` (SFT, DPO), or on one process, by the
             dataset's first 1,000 rows, the longest prompt plus a completion (GRPO) or the longest ``input_ids``.
-        attention_mask: Whether the plan counts a [T, T] mask of attention, where its implementation takes one, as
-            `lowtide.plan.plan_memory` has it. False: rows of one length. None: where the arguments pad or pack rows.
 
     Attributes:
         report: What `lowtide.patch` returned; None before a trainer was made. Its counts are live.
@@ -78,7 +76,6 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         memory_budget: str | None = None,
         host_budget: str | None = None,
         length: int | None = None,
-        attention_mask: bool | None = None,
     ) -> None:
         self._parts = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope}
         for name, flag in {**self._parts, "unpatch": unpatch}.items():
@@ -90,7 +87,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         check_options(options)
         if memory_budget is None and host_budget is not None:
             raise ArgumentValueError(message("host_budget", "a memory_budget beside it", repr(host_budget)))
-        self._budget = None if memory_budget is None else Budget(memory_budget, host_budget, length, attention_mask)
+        self._budget = None if memory_budget is None else Budget(memory_budget, host_budget, length)
         self._trl, self._options, self._unpatch, self._show = trl, options, unpatch, show
         self._undone = False
         self._model: weakref.ref[nn.Module] | None = None

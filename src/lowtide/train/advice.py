@@ -22,14 +22,13 @@ class OutOfMemory(LowtideError, MemoryError):
     exit_status = 3
 
 
-def advise(error: BaseException, trainer: Any, *, resume: str = "", **planned: Any) -> OutOfMemory:
+def advise(error: BaseException, trainer: Any, *, resume: str = "") -> OutOfMemory:
     """Return the error with what happened, what would fit, and how to resume.
 
     Args:
         error: that PyTorch raised.
         trainer: of transformers or TRL, whose step it was; None: there was none yet.
         resume: what to do after a run that ended early.
-        **planned: ``length`` and ``attention_mask``, as `lowtide.PatchCallback` has them.
     """
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     if trainer is None:
@@ -37,15 +36,15 @@ def advise(error: BaseException, trainer: Any, *, resume: str = "", **planned: A
         return OutOfMemory(f"out of memory before the first step. {first_line}\n{ways}")
     args, step = trainer.args, trainer.state.global_step
     rank = f" on rank {args.process_index}" if args.world_size > 1 else ""
-    lines = [f"out of memory{rank} in step {step + 1}. {first_line}", *_what_fits(trainer, planned), resume]
+    lines = [f"out of memory{rank} in step {step + 1}. {first_line}", *_what_fits(trainer), resume]
     return OutOfMemory("\n".join(filter(None, lines)))
 
 
-def _what_fits(trainer: Any, planned: dict[str, Any]) -> Iterator[str]:
+def _what_fits(trainer: Any) -> Iterator[str]:
     """Yield lines of advice with the planner's figures, or why there are none."""
     limit = _SHARE * _memory(trainer.args)
     try:
-        step = planned_step(trainer.model, trainer.args, **planned)
+        step = planned_step(trainer.model, trainer.args)
     except (LowtideError, OSError, RuntimeError) as failed:
         reason = " ".join(str(failed).split())[:300]
         yield f"The planner has no figures for it ({reason}): lower --per_device_train_batch_size or --max_length."
@@ -59,7 +58,7 @@ def _what_fits(trainer: Any, planned: dict[str, Any]) -> Iterator[str]:
             f"--per_device_train_batch_size {batch // 2}, and twice the steps accumulated",
             {halved: batch // 2 and step[halved] // 2},
         ),
-        (f"--max_length {(planned.get('length') or trainer.args.max_length) // 2}", {"seq_len": tokens // 2}),
+        (f"--max_length {trainer.args.max_length // 2}", {"seq_len": tokens // 2}),
     ):
         if all(change.values()):
             try:

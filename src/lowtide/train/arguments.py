@@ -91,7 +91,6 @@ class ScratchArguments:
     dataset_name: str | None = _option(
         None, "a text file, or a folder of them (default: the sources of Python's standard library)"
     )
-    max_length: int = _option(256, "tokens of a sequence")
     dtype: str = _option("float32", "of the weights", choices=["float32", "bfloat16", "float16"])
     attn_implementation: str | None = _option(None, "transformers' name of it")
     tokenizer_name: str | None = _option(
@@ -105,7 +104,7 @@ class Arguments:
 
     Attributes:
         run: lowtide's own options.
-        training: TRL's `SFTConfig`, or transformers' `TrainingArguments`.
+        training: TRL's `SFTConfig`, or `BlockArguments`.
         model: TRL's `ModelConfig`, or `ScratchArguments`.
         script: TRL's `ScriptArguments`; None for random weights.
         mixture: TRL's `DatasetMixtureConfig`; None for random weights.
@@ -130,11 +129,6 @@ class Arguments:
         resuming = ("--resume_from_checkpoint", AUTO)
         words = self.words if self.words[-2:] == resuming else (*self.words, *resuming)  # of options the last one holds
         return shlex.join(["lowtide", "train", *words])
-
-    @property
-    def planned(self) -> dict[str, Any]:
-        """What a plan of a step cannot know from the trainer: blocks have one length, and attention no mask."""
-        return {} if self.fine_tunes else {"length": self.model.max_length, "attention_mask": False}
 
     @property
     def gemm_dtype(self) -> str:
@@ -235,9 +229,11 @@ def _parse_sft(words: Sequence[str]) -> Arguments:
 
 
 def _parse_scratch(words: Sequence[str]) -> Arguments:
-    from transformers import HfArgumentParser, TrainingArguments
+    from transformers import HfArgumentParser
 
-    parser = _parser_of(HfArgumentParser, ScratchArguments, TrainingArguments, RunArguments)
+    from lowtide.train.trainers import BlockArguments
+
+    parser = _parser_of(HfArgumentParser, ScratchArguments, BlockArguments, RunArguments)
     given, rest = _take(words, "config")
     in_file = _from_file(given["config"]) if given else {}
     in_file.pop("env", None)
@@ -300,7 +296,7 @@ def _check(found: Arguments) -> None:
         ("--per_device_train_batch_size", args.per_device_train_batch_size, 1),
         ("--gradient_accumulation_steps", args.gradient_accumulation_steps, 1),
         ("--held-out", found.run.held_out, 1),
-        ("--max_length", getattr(model, "max_length", None), 2),  # of random weights
+        ("--max_length", args.max_length, 2),
     ):
         if value is not None and value < least:
             raise ArgumentValueError(message(name, f"a whole number of at least {least}", str(value)))

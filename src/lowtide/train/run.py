@@ -75,7 +75,6 @@ def _run(
         trl=args.loss_type != "nll" if found.fine_tunes else None,
         memory_budget=run.memory_budget,
         host_budget=run.host_budget,
-        **found.planned,
     )
     meter, stop = StepMeter(), SaveAndStop(saves=saves)
     own = [*([patch] * run.patch), meter, FiniteLoss(), stop, *([WholeCheckpoints(found.resume)] * saves)]
@@ -166,7 +165,7 @@ def _block_trainer(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[st
     tokenizer = make_tokenizer(model.tokenizer_name, text, config)
     most = args.max_steps * _sequences(args) if args.max_steps > 0 else None
     held = found.run.held_out or HELD_OUT
-    train, held_out = make_blocks(text, tokenizer, model.max_length, held_out=held, most=most)
+    train, held_out = make_blocks(text, tokenizer, args.max_length, held_out=held, most=most)
     args.eval_on_start = not args.resume_from_checkpoint
     args.train_sampling_strategy = "sequential"  # pieces are shuffled, and a longer run goes on as a shorter one ended
     trainer = BaseTrainer(
@@ -178,7 +177,7 @@ def _block_trainer(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[st
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
-    return trainer, [f"tokens   {len(train) * model.max_length:,} in {len(train):,} sequences"]
+    return trainer, [f"tokens   {len(train) * args.max_length:,} in {len(train):,} sequences"]
 
 
 def _sequences(args: Any) -> int:
@@ -196,13 +195,12 @@ def _start(found: Arguments, trainer: Any) -> list[str]:
     of_all, trained = sum(n for n, _ in numbers), sum(n for n, grad in numbers if grad)
     adapters = f", {trained / 1e6:,.2f} M of them trained" if trained < of_all else ""
     length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
-    most = (found.training if found.fine_tunes else found.model).max_length
     packed = ", layers in 4 bits" if getattr(found.model, "load_in_4bit", False) else ""
     engine = trainer.accelerator.distributed_type.value.replace("MULTI_GPU", "DDP").replace("MULTI_CPU", "DDP")
     return [
         f"model    {found.model.model_name_or_path}: {of_all / 1e6:,.1f} M parameters{adapters}",
-        f"steps    {length} of {_sequences(args)} sequences of at most {most} tokens, on {args.world_size} x "
-        f"{args.device.type}{f', {engine}' if args.world_size > 1 else ''}",
+        f"steps    {length} of {_sequences(args)} sequences of at most {args.max_length} tokens, "
+        f"on {args.world_size} x {args.device.type}{f', {engine}' if args.world_size > 1 else ''}",
         f"dtypes   weights {found.model.dtype}{packed}, GEMMs {found.gemm_dtype}; "
         f"learning rate up to {args.learning_rate:g}",
     ]
@@ -232,7 +230,7 @@ def _explained(error: BaseException, found: Arguments, trainer: Any, saves: bool
         return KeyboardInterrupt(after)
     if is_out_of_memory(error):
         error.__traceback__ = None  # its frames hold the step's tensors
-        return advise(error, trainer, resume=after, **found.planned)
+        return advise(error, trainer, resume=after)
     if is_lost_rank(error):
         return lost_rank(error, after)
     if found.training.push_to_hub and type(error).__module__.startswith(_HUB):

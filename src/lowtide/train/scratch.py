@@ -148,10 +148,10 @@ def random_model(found: Arguments, config: Any, tokenizer: Any) -> Any:
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     config.pad_token_id = None if pad == tokenizer.eos_token_id else pad  # some models' embeddings do not train its row
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or model_args.max_length
-    if positions < model_args.max_length:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_length
+    if positions < args.max_length:
         expected = f"at most the config's max_position_embeddings, {positions}"
-        raise ArgumentValueError(message("--max_length", expected, str(model_args.max_length)))
+        raise ArgumentValueError(message("--max_length", expected, str(args.max_length)))
     attention = {"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}
     set_seed(args.seed)
     try:

@@ -1,14 +1,24 @@
-"""`transformers.Trainer` as both kinds of runs have it, TRL's SFTTrainer among them."""
+"""`transformers.Trainer` as both kinds of runs have it, TRL's SFTTrainer among them, and random weights' arguments."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from lowtide.train.ranks import check_fsdp2_has_gpus, reduce_in_float32
+
+
+@dataclass
+class BlockArguments(TrainingArguments):  # type: ignore[misc]
+    """Of training on blocks of one length, by the names of TRL's `SFTConfig`."""
+
+    max_length: int = field(default=256, metadata={"help": "tokens of a sequence"})
+    packing: bool = field(default=True, init=False)
+    packing_strategy: str = field(default="wrapped", init=False)
 
 
 class BaseTrainer(Trainer):  # type: ignore[misc]
