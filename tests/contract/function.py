@@ -41,7 +41,7 @@ class Function:
     busy: Arguments = field(default_factory=dict)  # the choice with everything in it
     cast: tuple[str, ...] = ()  # arguments that autocast rounds
     saved: tuple[str, ...] = ()  # arguments that backward reads again where gradients are not stored
-    of_scalars: float = 100.0  # times as much for the gradient of a number: a sum with cancellation
+    of_scalars: float = 100.0  # times as much for the gradient of a number, a sum with cancellation; and its rounding
     rounding: float = 0.0  # of gradients, in eps times the upstream's norm: all there is in a saturated row
     plan: Callable[..., HeadPlan] = plan_head
     widens: bool = True  # results are float32 of narrow operands, too
@@ -182,12 +182,14 @@ def check(function: Function, choice: Arguments, dtype: torch.dtype, seed: int |
         )
         for outputs, given in ((got, kwargs), (want, wide))
     )  # fmt: skip
-    rounding = function.rounding * torch.finfo(got[used[0]].dtype).eps * sum(u.norm().item() for u in upstream)
+    rounding = torch.finfo(got[used[0]].dtype).eps * sum(u.norm().item() for u in upstream)
     for n, g, e in zip(names, found, true, strict=True):
         assert g.dtype == kwargs[n].dtype
-        bound = near_gradients * (function.of_scalars if e.dim() == 0 else 1)
+        bound, least = near_gradients, function.rounding
+        if e.dim() == 0:
+            bound, least = bound * function.of_scalars, max(least, function.of_scalars)
         error, norm = relative_error(g, e), e.norm().item() or 1.0
-        assert error <= bound + rounding / norm, (n, used, case)
+        assert error <= bound + least * rounding / norm, (n, used, case)
     kept = kwargs.get("mask")
     if kept is not None and kept.shape == kwargs[names[0]].shape[:-1]:
         assert (found[0][~kept] == 0).all()

@@ -172,13 +172,14 @@ class Writer:
 
     def read(self) -> None:
         form = self.random.choice(FORMS)
+        rounded = re.search("log(sumexp|_softmax)", form[0])  # read twice it is the same to rounding, not to the bit
         contexts = [self.one(("torch.no_grad()", "torch.inference_mode()"))] if self.chance(0.3) else []
         held = self.one(("z", "out.logits")) if self.chance(0.1) else None
         if held is not None:
             self.add(f"held = {self.expression('Z', form)}", *contexts)
             form = ("held", form[1])
         text = self.pick("values")
-        while "logsumexp" in form[0] and text.count("Z") > 1:  # read twice it is the same to rounding, not to the bit
+        while rounded and text.count("Z") > 1:
             text = self.pick("values")
         self.add(f"see({self.expression(text, form)})", *contexts)
 
