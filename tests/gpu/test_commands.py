@@ -28,7 +28,11 @@ from lowtide.train import train
 from lowtide.train.arguments import parse
 from promises import promise
 
-pytestmark = [*ON_GPU, promise("commands")]
+pytestmark = [
+    *ON_GPU,
+    promise("commands"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # other libraries' to each other
+]
 CONFIG = {
     "model_type": "llama", "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False,
