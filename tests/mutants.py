@@ -394,11 +394,11 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "distributed/zero.py", "                parameter.partition()\n",
-            "                pass\n", "distributed/test_engines.py -k test_zero[1]",
+            "                pass\n", "distributed/test_zero.py -k test_on_two_ranks[1]",
         ),
         Mutant(
             "distributed/zero.py", "            whole = ctx.whole.__enter__()\n",
-            "            whole = ctx.whole\n", "distributed/test_engines.py -k test_zero[1]",
+            "            whole = ctx.whole\n", "distributed/test_zero.py -k test_on_two_ranks[1]",
         ),
         Mutant(
             "models/parallel_mlp.py", "to_local(grad_placements=[Partial()])",

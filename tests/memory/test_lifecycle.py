@@ -297,4 +297,4 @@ def test_arguments() -> None:
         with pytest.raises(ArgumentValueError, match="host_gib: expected a finite number of GiB"):
             apply_policy(model, INPUT, host_gib=budget)
     with pytest.raises(ArgumentTypeError, match="host_gib: expected a number of GiB"):
-        apply_policy(model, INPUT, host_gib="8")  # type: ignore[arg-type]
+        apply_policy(model, INPUT, host_gib=[8])  # type: ignore[arg-type]

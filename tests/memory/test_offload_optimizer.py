@@ -372,7 +372,7 @@ def test_nothing_to_offload(side: LazySide) -> None:
         ({"gib": True}, ArgumentTypeError, "gib: expected"),
         ({"gib": float("nan")}, ArgumentValueError, "gib: expected"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib: expected"),
-        ({"host_gib": "5"}, ArgumentTypeError, "host_gib: expected"),
+        ({"host_gib": [5]}, ArgumentTypeError, "host_gib: expected"),
         ({"backwards_per_step": 0}, ArgumentValueError, "backwards_per_step: expected at least 1"),
         ({"late": 1}, ArgumentTypeError, "late: expected True or False"),
         ({"backwards_per_step": 1.0}, ArgumentTypeError, "backwards_per_step: expected a whole number"),

@@ -133,7 +133,7 @@ def test_a_quantised_head_computes_in_its_own_dtype(dtype, compute, autocast, qu
 
 @promise("compile")
 def test_a_quantised_head_scores_evaluates_and_compiles(quantised, batch):
-    model, stock = quantised("4bit", ())
+    model, stock = quantised("4bit", (), sizes={"num_hidden_layers": 1})
     report = lowtide.patch(model, scoring=True)
     ids = batch["input_ids"]
     found = [m(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]) for m in (model, stock)]
