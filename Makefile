@@ -32,7 +32,7 @@ pytest := $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 .DEFAULT_GOAL := test
 
 train: $(VENV)/.train
-	$(VENV)/bin/lowtide train --compare --max_steps 300 $(ARGS)
+	$(VENV)/bin/lowtide train --compare --max_steps 200 $(ARGS)
 
 test: lint
 	$(pytest) $(if $(ROOM),--room $(ROOM)) $(ARGS)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
 from lowtide.errors import ArgumentValueError
+from lowtide.train import scratch
 from lowtide.train.scratch import make_blocks, make_tokenizer, pieces
 from promises import promise
 from train.conftest import Files
@@ -41,18 +42,27 @@ def test_text_is_cut_into_pieces_whose_order_the_seed_determines(tmp_path: Path)
             pieces(str(tmp_path / name), 1)
 
 
-def test_held_out_blocks_come_first_and_no_more_is_tokenised_than_is_trained_on(files: Files) -> None:
+def test_held_out_blocks_come_first_and_fewer_are_the_beginning_of_all(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_MIXED", 8 * 32)
     text, tokenizer = pieces(str(files.text), 0), AutoTokenizer.from_pretrained(files.pretrained)
-    (every, held), (few, same) = (make_blocks(text, tokenizer, 32, held_out=5, most=most) for most in (None, 7))
-    assert (len(few), len(held), len(same)) == (7, 5, 5)
-    ids = torch.cat([block["input_ids"] for block in (*held, *every)])
+
+    def made(most: int | None, seed: int = 1, held_out: int = 5) -> tuple[list[list[int]], ...]:
+        both = make_blocks(text, tokenizer, 32, held_out=held_out, most=most, seed=seed)
+        assert all(torch.equal(block["input_ids"], block["labels"]) for blocks in both for block in blocks)
+        return tuple([block["input_ids"].tolist() for block in blocks] for blocks in both)
+
+    (every, held), (few, same), (other, _) = made(None), made(13), made(None, 2)
+    assert (few, same, len(held)) == (every[:13], held, 5)
     whole = [token for piece in text for token in [*tokenizer(piece)["input_ids"], tokenizer.eos_token_id]]
-    assert ids.tolist() == whole[: len(ids)]
-    assert len(whole) - len(ids) < 32
-    for a, b in ((few, every), (same, held)):
-        assert all(torch.equal(x["input_ids"], y["labels"]) for x, y in zip(a, b, strict=False))
+    blocks = [whole[at : at + 32] for at in range(0, len(whole) // 32 * 32, 32)]
+    assert held == blocks[:5]
+    assert every[:8] != blocks[5:13] != other[:8] != every[:8]
+    assert sorted(every[:8]) == sorted(blocks[5:13])
+    assert sorted(every) == sorted(other) == sorted(blocks[5:])
     with pytest.raises(ArgumentValueError, match=r"text of more than 5000 sequences of 32 tokens.*Give more text"):
-        make_blocks(text, tokenizer, 32, held_out=5000, most=None)
+        made(None, held_out=5000)
 
 
 @pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])

@@ -165,9 +165,9 @@ def _block_trainer(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[st
     tokenizer = make_tokenizer(model.tokenizer_name, text, config)
     most = args.max_steps * _sequences(args) if args.max_steps > 0 else None
     held = found.run.held_out or HELD_OUT
-    train, held_out = make_blocks(text, tokenizer, args.max_length, held_out=held, most=most)
+    train, held_out = make_blocks(text, tokenizer, args.max_length, held_out=held, most=most, seed=args.seed)
     args.eval_on_start = not args.resume_from_checkpoint
-    args.train_sampling_strategy = "sequential"  # pieces are shuffled, and a longer run goes on as a shorter one ended
+    args.train_sampling_strategy = "sequential"  # blocks are shuffled, and a longer run goes on as a shorter one ended
     trainer = BaseTrainer(
         model=random_model(found, config, tokenizer),
         args=args,
@@ -215,9 +215,7 @@ def _finish(trainer: Any, saves: bool) -> None:
     if saves:
         if (plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        trainer.save_model(args.output_dir, _internal_call=True)  # which pushes nothing: that may fail
-        if args.push_to_hub:
-            trainer.push_to_hub(commit_message="Model save")
+        trainer.save_model(args.output_dir)
 
 
 def _explained(error: BaseException, found: Arguments, trainer: Any, saves: bool) -> BaseException:

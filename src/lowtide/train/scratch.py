@@ -1,7 +1,8 @@
 """Random weights on text files: the text, a tokenizer trained on it, blocks of tokens, and the model.
 
-Text is cut into pieces, which are shuffled by the seed; the first blocks are held out, the next ones trained on.
-No more of the text is tokenised than the run's steps take. Neither TRL nor datasets is imported.
+Text is cut into pieces, which are shuffled by the seed; the first blocks are held out. The next ones are shuffled too,
+some at a time: a step sees many pieces, a longer run goes on as a shorter one ended, and little more of the text is
+tokenised than the run's steps take. Neither TRL nor datasets is imported.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 _TRAINING_CHARACTERS = 4 * 2**20  # merges stop getting better long before; on two cores this takes a few seconds
 _PIECE = re.compile(rf"(?s).{{1,{2**13}}}[^\n]*\n?")  # so many characters, and the rest of the line
 _PIECES_AT_ONCE = 32
+_MIXED = 2**18  # tokens whose blocks are shuffled among each other
 _PROBE = 8192  # bytes; a text has no NUL among them
 # Its tests hold text in broken encodings on purpose; the others are no part of the standard library, or not text.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
@@ -115,13 +117,16 @@ def _train_tokenizer(text: list[str], size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
-def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, most: int | None) -> Any:
+def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, most: int | None, seed: int) -> Any:
     """Return the sequences of ``length`` tokens to train on, at most ``most``, and those held out: the first ones.
+
+    The ``seed`` sets the order, of which fewer are the beginning.
 
     Raises:
         ArgumentValueError: the text is too short for one of each.
     """
-    wanted = None if most is None else (held_out + most) * length
+    mixed = max(1, _MIXED // length)
+    wanted = None if most is None else (held_out + -(-most // mixed) * mixed) * length
     ids: list[int] = []
     for begin in range(0, len(text), _PIECES_AT_ONCE):
         if wanted is not None and len(ids) >= wanted:
@@ -134,8 +139,10 @@ def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, 
         expected = f"text of more than {held_out} sequences of {length} tokens, which are held out"
         hint = "Give more text, or lower --held-out or --max_length."
         raise ArgumentValueError(message("--dataset_name", expected, f"{len(rows)} sequences", hint))
-    blocks = [{"input_ids": row, "labels": row} for row in rows]
-    return blocks[held_out:], blocks[:held_out]
+    draw = torch.Generator().manual_seed(seed)
+    train = [part[torch.randperm(len(part), generator=draw)] for part in torch.split(rows[held_out:], mixed)]
+    kept = torch.cat(train)[:most], rows[:held_out]
+    return tuple([{"input_ids": row, "labels": row} for row in some] for some in kept)
 
 
 def random_model(found: Arguments, config: Any, tokenizer: Any) -> Any:
