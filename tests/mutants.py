@@ -485,8 +485,11 @@ MUTANTS: dict[str, list[Mutant]] = {
     "train": [
         Mutant("train/meter.py", "WARM_STEPS if len(self.step_seconds) > WARM_STEPS else 0, None", "0, None",
                "train/test_meter.py"),
-        Mutant("train/scratch.py", "return blocks[held_out:],", "return blocks,", "train/test_scratch.py -k held_out"),
-        Mutant("train/scratch.py", "manual_seed(seed)", "manual_seed(0)", "train/test_scratch.py -k order"),
+        Mutant("train/scratch.py", "rows[held_out:], mixed", "rows, mixed", "train/test_scratch.py -k held_out"),
+        Mutant("train/scratch.py", "generator=torch.Generator().manual_seed(seed)",
+               "generator=torch.Generator().manual_seed(0)", "train/test_scratch.py -k order"),
+        Mutant("train/scratch.py", " + -(-most // mixed) * mixed) *", " + most) *",
+               "train/test_scratch.py -k held_out"),
         Mutant("train/fine_tuning.py", 'return bool(row["completion"])', "return True",
                "train/test_rows.py -k can_be_trained"),
         Mutant("train/fine_tuning.py", "for label in labels[:most])", "for label in labels[most:])",
