@@ -12,9 +12,9 @@ from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-# A CPU whose vector instructions end below AVX-512 has none for bf16 either; torch asks oneDNN for those.
-if (isa := {"default": "SSE41", "avx2": "AVX2"}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))) is not None:
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", isa)
+# PyTorch's kernels and oneDNN's GEMMs are held to the same instructions: torch asks oneDNN which there are for bf16.
+if (_level := os.environ.get("ATEN_CPU_CAPABILITY", "own")) != "own":
+    os.environ["ONEDNN_MAX_CPU_ISA"] = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}[_level]
 
 import numpy as np
 import pytest
@@ -37,7 +37,6 @@ interpreter.import_bitsandbytes()
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
 # inductor's cache does not know for which vector instructions its code is, which this variable may change
-_level = os.environ.get("ATEN_CPU_CAPABILITY", "own")
 _inductor = Path(tempfile.gettempdir(), f"lowtide-tests-inductor-{getattr(os, 'getuid', int)()}-{_level}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_inductor))
 

@@ -1,8 +1,8 @@
 """The options of `lowtide train`: TRL's and transformers' own, read by their parsers, and few of lowtide's.
 
-A pretrained model takes the options of ``trl sft``, random weights those of transformers' `TrainingArguments` and of
-`ScratchArguments`, whose names are TRL's. Importing this file imports neither torch nor transformers: whether a
-configuration file, a data path and a model exist is known before.
+A pretrained model takes the options of ``trl sft``, random weights those of transformers' `TrainingArguments`, and of
+`ScratchArguments` and `BlockArguments`, whose names are TRL's. Importing this file imports neither torch nor
+transformers: whether a configuration file, a data path and a model exist is known before.
 """
 
 from __future__ import annotations
