@@ -68,7 +68,7 @@ def measure(run: Run) -> None:
 
     torch.manual_seed(0)
     with run.device:
-        config = model_config(run.config.model, vocab_size=32_000)
+        config = model_config(run.config.model)
         config.eos_token_id, config.pad_token_id = None, 0
         stock = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
     models = {STOCK: stock, "stock again": copy.deepcopy(stock), "patched": copy.deepcopy(stock)}

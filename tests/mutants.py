@@ -543,7 +543,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                "measure/test_reports.py -k sizes"),
     ],
     "cli": [
-        Mutant("cli/parser.py", 'self.error(". ".join(filter(None', 'print(". ".join(filter(None',
+        Mutant("cli/parser.py", 'self.error(f"unknown', 'print(f"unknown',
                "cli/test_command.py -k wrong_arguments"),
         Mutant("cli/bench.py", "not options.keys() & OF_SIZE", "options.keys() & OF_SIZE",
                "cli/test_command.py -k small_one"),

@@ -145,24 +145,24 @@ def test_the_examples_of_all_benchmarks_are_of_their_helps(capsys: pytest.Captur
 
 BAD = {
     "head": {
-        "--reps 0": "reps: expected a whole number of at least 1",
-        "--shape nonsense": "shape: expected llama-1b",
-        "--shape ²,2,3": "shape: expected",
-        "--shape 1,0,3": "shape: expected",
+        "--reps 0": "--reps: expected a whole number of at least 1",
+        "--shape nonsense": "--shape: expected llama-1b",
+        "--shape ²,2,3": "--shape: expected",
+        "--shape 1,0,3": "--shape: expected",
         "--only nobody": "argument --only: invalid choice: 'nobody'",
     },
     "sweep": {
-        "--shape all": "shape: expected one shape",
+        "--shape all": "--shape: expected one shape",
         "--tokens 1.5": "argument --tokens: invalid int value",
-        "--hidden 0": "hidden: expected a whole number of at least 1",
+        "--hidden 0": "--hidden: expected a whole number of at least 1",
     },
     "stats": {"--work nonsense": "argument --work: invalid choice"},
-    "mlp": {"--shape 1,2,3,4": "shape: expected llama-8b-8k, "},
+    "mlp": {"--shape 1,2,3,4": "--shape: expected llama-8b-8k, "},
     "step": {
-        "--model nonsense": "model: expected a folder with a config.json",
-        "--tokens 1": "tokens: expected a whole number of at least 2",
+        "--model nonsense": "--model: expected a folder with a config.json",
+        "--tokens 1": "--tokens: expected a whole number of at least 2",
         "--peer nobody": "argument --peer: invalid choice",
-        "--policy some": "policy: expected all, attention",
+        "--policy some": "--policy: expected all, attention",
     },
 }
 ALONE = """
@@ -193,9 +193,9 @@ def test_bad_arguments_load_no_torch_and_an_error_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("head --device cuda", "device: expected a GPU that PyTorch can use, got none"),
-        ("step --model t5.json --device cpu", "model: expected a causal language model, got a t5."),
-        ("head --device cpu --output t5.json", "output: expected a folder that can be written, got t5.json"),
+        ("head --device cuda", "--device: expected a GPU that PyTorch can use, got none"),
+        ("step --model t5.json --device cpu", "--model: expected a causal language model, got a t5."),
+        ("head --device cpu --output t5.json", "--output: expected a folder that can be written, got t5.json"),
     ],
 )
 def test_what_cannot_run_here_is_one_line_and_writes_nothing(

@@ -77,8 +77,8 @@ PLAN = ["plan", "--model", "x", "--seq-len", "4"]
         (["profile", "--optimizer", "adamv"], "Did you mean adamw?"),
         (["bench", "step", "--tokens", "many"], "lowtide bench step: argument --tokens: invalid int value: 'many'"),
         (["train", "--held-out", "0"], "--held-out: expected a whole number"),
-        (["plan", "--model", "llama-3-8b", "--seq-len", "64", "--budget", "-4GiB"], "budget, in GiB: expected a size"),
-        (["bench", "head", "--shape", "-5,64,100"], "lowtide bench head: shape: expected"),
+        (["plan", "--model", "llama-3-8b", "--seq-len", "64", "--budget", "-4GiB"], "--budget: expected a size"),
+        (["bench", "head", "--shape", "-5,64,100"], "lowtide bench head: --shape: expected"),
     ],
 )
 def test_wrong_arguments_are_one_line_that_names_the_nearest_option(
@@ -115,7 +115,7 @@ def test_a_package_that_is_missing_is_one_line(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     typed = " ".join(word for word in arguments[:2] if not word.startswith("-"))
-    assert re.match(rf"lowtide {typed}: (model: )?expected {module}", err)
+    assert re.match(rf"lowtide {typed}: (--model: )?expected {module}", err)
     assert f"pip install 'lowtide[{'hf' if arguments[0] == 'plan' else 'train'}]'" in err
 
 

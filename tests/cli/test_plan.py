@@ -43,7 +43,7 @@ def test_the_plan_is_printed_and_its_file_written(tmp_path: Path, capsys: pytest
     ("options", "settings"),
     [
         (
-            "--budget 24GB --host 2GiB --batch-size 4 --grad-accum 2 --optimizer adamw-8bit --dtype bfloat16",
+            "--budget 24GB --host 2GiB --batch-size 4 --keep-gradients --optimizer adamw-8bit --dtype bfloat16",
             {"batch_size": 4, "budget_gib": "24GB", "host_gib": 2, "optimizer": "adamw-8bit",
              "keep_gradients": True, "dtype": "bfloat16"},
         ),
@@ -97,22 +97,21 @@ def test_every_named_shape_is_planned() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("--budget '40 parsecs'", "plan: budget, in GiB: expected a size such as 40GiB"),
-        ("--budget 1GiB", "plan: budget, in GiB: expected at least"),
+        ("--budget '40 parsecs'", "plan: --budget: expected a size such as 40GiB"),
+        ("--budget 1GiB", "plan: --budget: expected at least"),
         ("--gpu h10", "got 'h10'. Did you mean h100?"),
         ("--model .", "model: expected a folder with a config.json, a config as a .json file, or"),
         ("--model lama", "got 'lama'. Did you mean llama-3.2-1b?"),
         ("--layers 0", "layers: expected at least 1"),
-        ("--grad-accum 0", "grad_accum: expected at least 1"),
-        ("--seq-len 0", "seq_len: expected at least 1"),
-        ("--optimizer lion", "plan: optimizer: expected one of adamw"),
-        ("--lora-rank 0", "plan: lora_rank: expected at least 1"),
-        ("--lora-targets q_proj", "plan: lora_targets: expected --lora-rank beside it, got none."),
-        ("--lora-rank 4 --lora-targets lm_head", "plan: lora_targets: expected names of the layers' projections"),
-        ("--gpus 2 --check", "without a mask, on one GPU, got --gpus"),
-        ("--gpus 2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
-        ("--parallel zero3", "plan: parallel: expected --gpus above 1 beside it, got none."),
-        ("--check --json nowhere/x", "plan: json: expected a file in a folder that exists, got nowhere/x.\n"),
+        ("--seq-len 0", "--seq-len: expected at least 1"),
+        ("--optimizer lion", "plan: --optimizer: expected one of adamw"),
+        ("--lora-rank 0", "plan: --lora-rank: expected at least 1"),
+        ("--lora-targets q_proj", "plan: --lora-targets: expected --lora-rank beside it, got none."),
+        ("--lora-rank 4 --lora-targets lm_head", "plan: --lora-targets: expected names of the layers' projections"),
+        ("--gpus 2 --check", "plan: --check: expected a plan of a patched model, without a mask, on one GPU"),
+        ("--gpus 2 --host 8GiB", "plan: --host: expected 0: offloading is planned for one GPU"),
+        ("--parallel zero3", "plan: --parallel: expected --gpus beside it, got none."),
+        ("--check --json nowhere/x", "plan: --json: expected a file in a folder that exists, got nowhere/x.\n"),
         ("nowhere.yaml", "plan: run: expected a config in YAML or JSON, got nowhere.yaml (No such file or directory)"),
         ("qwen3-8b", "plan: run: expected a YAML file, got qwen3-8b. Give --model qwen3-8b."),
         pytest.param("--check", "check: expected a CUDA GPU", marks=NO_GPU),
@@ -136,7 +135,7 @@ def test_what_cannot_be_is_one_line(
 @promise("errors")
 def test_no_model_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2
-    assert "model: expected --model, or the config of a run, got none" in capsys.readouterr().err
+    assert "--model: expected one, or the config of a run, got none" in capsys.readouterr().err
 
 
 def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:

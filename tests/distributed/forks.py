@@ -157,13 +157,13 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             runpy.run_path(script, run_name="__main__")
             status = 0
         else:
-            from lowtide.cli import main
+            from lowtide import cli
             from lowtide.train import ranks
 
             if rank:  # wait no longer than until the first rank has ended
                 seconds = ranks._FIRST_REPORTS_SECONDS
-                vars(ranks)["let_first_report"] = lambda: _wait_for_end(first, seconds)
-            status = main(job["argv"])
+                vars(cli)["let_first_report"] = lambda: _wait_for_end(first, seconds)
+            status = cli.main(job["argv"])
     except SystemExit as ended:
         status = int(ended.code or 0)
     except BaseException:

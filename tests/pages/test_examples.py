@@ -262,7 +262,7 @@ def refused(command: str, is_part: bool) -> bool:
         arguments, unknown = parser.parse_known_args(shlex.split(command))
     except SystemExit as ended:
         return not command.endswith(" --help") or ended.code != 0
-    if hasattr(arguments, "unknown"):  # options of other libraries
+    if arguments.subcommand == "train":  # which has the options of other libraries
         unknown = [word for word in unknown if word.startswith("--")]
         unknown = [word for word in unknown if word.partition("=")[0] not in options_of_train()]
     return bool(unknown) or not (is_part or callable(arguments.main))

@@ -147,17 +147,17 @@ def test_one_that_fails_is_a_row_and_the_others_run(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--impl nobody", "impl: expected names out of stock, compile, liger, lowtide, lowtide-compile"),
-        ("--impl stock stock", "impl: expected each name once"),
-        ("--impl stock liger", "impl: expected the package liger-kernel to be installed"),
-        ("--impl stock --policy some", "policy: expected all, attention or input"),
-        ("--impl stock --policy all-mlp1", "policy: expected for stock all, attention or input"),
-        ("--impl lowtide --policy 2xall@states=2.5", "policy: expected all, attention"),
-        ("--impl compile:attention", "policy: expected for compile all or input"),
-        ("--model nothing", "model: expected a folder with a config.json"),
-        ("--seq-len 1", "seq_len: expected at least 2 tokens"),
-        ("--steps 0", "steps: expected a whole number of at least 1"),
-        ("--seed -1", "seed: expected"),
+        ("--impl nobody", "--impl: expected names out of stock, compile, liger, lowtide, lowtide-compile"),
+        ("--impl stock stock", "--impl: expected each name once"),
+        ("--impl stock liger", "--impl: expected the package liger-kernel to be installed"),
+        ("--impl stock --policy some", "--policy: expected all, attention or input"),
+        ("--impl stock --policy all-mlp1", "--policy: expected for stock all, attention or input"),
+        ("--impl lowtide --policy 2xall@states=2.5", "--policy: expected all, attention"),
+        ("--impl compile:attention", "--policy: expected for compile all or input"),
+        ("--model nothing", "--model: expected a folder with a config.json"),
+        ("--seq-len 1", "--seq-len: expected at least 2 tokens"),
+        ("--steps 0", "--steps: expected a whole number of at least 1"),
+        ("--seed -1", "--seed: expected"),
     ],
 )
 def test_what_cannot_be_profiled_is_one_line(

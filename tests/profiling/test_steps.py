@@ -26,7 +26,7 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 SETTINGS = {
-    "seq_len": 61, "batch_size": 2, "vocab_size": 613, "dtype": "float32", "device": "cpu", "optimizer": "adamw",
+    "seq_len": 61, "batch_size": 2, "dtype": "float32", "device": "cpu", "optimizer": "adamw",
     "lora": 0, "steps": 1, "warm": 1, "seed": 3,
 }  # fmt: skip
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import shlex
 import sys
-import textwrap
-from collections.abc import Mapping
 from importlib import import_module
 
 from lowtide.bench.config import BENCHMARKS
@@ -15,32 +15,37 @@ OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab"}  # options t
 _ABOUT = """\
 Measure lowtide beside every peer that can be imported here, in one run. The figures are printed, and written with the
 hardware and the versions to a json file in the current folder (--output)."""
-_EXAMPLES = {
-    "head": "the loss at sizes for a GPU",
-    "head --shape 1024,256,8192 --device cpu": "a small one, on any machine",
-    "WHAT --help": "all options of one, with examples",
-}
+_EXAMPLES = """\
+examples:
+  lowtide bench head
+      the loss at sizes for a GPU
+  lowtide bench head --shape 1024,256,8192 --device cpu
+      a small one, on any machine
+  lowtide bench WHAT --help
+      all options of one, with examples"""
 _RESULT = """\
- The result is DIR/<date>-{}-<gpu>.json, with the hardware and the versions; set COMMIT in the environment where the
+The result is DIR/<date>-{}-<gpu>.json, with the hardware and the versions; set COMMIT in the environment where the
 source has no git history. A peer that cannot be imported is a row that says so. Exit status 1 where lowtide itself
 failed, other than by running out of memory, or where a peer of --only cannot be imported."""
 
 
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
-    parser.description, parser.epilog = _ABOUT, _examples("", _EXAMPLES)
+    parser.description, parser.epilog = _ABOUT, _EXAMPLES
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
     for config in BENCHMARKS:
-        about = " ".join(f"{config.__doc__} {_RESULT.format(config.benchmark)}".split())
+        name, about = config.benchmark, inspect.cleandoc(str(config.__doc__))
+        examples = (
+            f"  lowtide bench {name} {words}".rstrip() + f"\n      {does}" for words, does in config.examples.items()
+        )
         kind = kinds.add_parser(
-            config.benchmark,
+            name,
             help=config.summary,
-            description=textwrap.fill(about, 120),
-            epilog=_examples(f"{config.benchmark} ", config.examples),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=f"{about}\n{_RESULT.format(name)}",
+            epilog="\n".join(["examples:", *examples]),
         )
         add_options(kind, config)
-        kind.set_defaults(main=main, parser=kind, config=config)
+        kind.set_defaults(main=main, config=config)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -62,9 +67,4 @@ def main(arguments: argparse.Namespace) -> int:
     from lowtide.bench.harness import run_benchmark
 
     kind = import_module(f"lowtide.bench.{name}")
-    return run_benchmark(kind.measure, config, say, arguments.command, kind.PEERS)
-
-
-def _examples(name: str, examples: Mapping[str, str]) -> str:
-    lines = [f"  lowtide bench {name}{words}".rstrip() + f"\n      {about}" for words, about in examples.items()]
-    return "\n".join(["examples:", *lines])
+    return run_benchmark(kind.measure, config, say, shlex.join(["lowtide", *arguments.words]), kind.PEERS)

@@ -6,39 +6,26 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import MISSING, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lowtide.cli.parser import OneLineParser
+from lowtide.bench.settings import setting
+from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import gib
-from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, Adapters, PlanArguments
+from lowtide.plan.arguments import Adapters, PlanArguments
 from lowtide.plan.config import nf4, read_settings, with_layers
-from lowtide.plan.gpus import GPUS, gpu_named
+from lowtide.plan.gpus import gpu_named
 from lowtide.plan.run_file import RunFile, default_targets, read_run
-from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file
+from lowtide.train.shapes import SHAPES, config_file
 
-if TYPE_CHECKING:
-    from lowtide.plan import MemoryPlan
-
-_NO_RUN = RunFile("", {}, four_bit=False, nested=False, checkpointed=False, default_targets=False)
 LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
 Predict the memory and the time of a language model's training step, and choose what each layer saves for backward so
 that the step is the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's
 config alone: no weights, no GPU. Prints the answer, the bytes of every phase, and what is assumed."""
-
-_OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
-    "budget_gib": "budget, in GiB",
-    "host_gib": "host, in GiB",
-    "device": "gpu",
-    "adapters": "lora_rank",
-    "model_or_config": "model",
-    "rank": "lora_rank",
-    "targets": "lora_targets",
-}
 
 _EXAMPLES = """\
 examples:
@@ -58,44 +45,29 @@ examples:
       real steps on the GPU at hand, predicted beside measured"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """What `lowtide plan` has beside the arguments of a plan."""
+
+    model: str | None = setting(
+        None, f"a config.json, a folder with one, or one of {', '.join(SHAPES)}", metavar="MODEL"
+    )
+    load_in_4bit: bool = setting(False, "the frozen layers in 4 bits (QLoRA), with --lora-rank")
+    layers: int | None = setting(None, "plan for so many layers instead of the model's")
+    json: str | None = setting(
+        None, "write the plan as JSON; - is the standard output, and the text then goes to stderr", metavar="FILE"
+    )
+    check: bool = setting(False, "run real steps with random weights on the GPU at hand, and compare")
+
+
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-    add = parser.add_argument
-    shapes = ", ".join(SHAPES)
-    names = {"gpus": GPUS, "dtypes": DTYPES, "optimizers": OPTIMIZERS, "parallel": PARALLEL}
-    add(
-        "run",
-        nargs="?",
-        metavar="RUN.YAML",
-        help="a config of trl sft, lowtide train or axolotl, with its DeepSpeed JSON",
-    )
-    add("--model", metavar="MODEL", help=f"a config.json, a folder with one, or one of {shapes}")
-    for each in fields(PlanArguments):
-        if not (about := each.metadata):
-            continue
-        flag = about["flag"] or "--" + each.name.replace("_", "-")
-        given: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS, "help": about["help"]}
-        for name, known in names.items():
-            given["help"] = given["help"].replace(f"{{{name}}}", ", ".join(known))
-        given["help"] = given["help"].replace("%", "%%")
-        if isinstance(each.default, bool):
-            flag = flag.replace("--", "--no-") if each.default else flag
-            add(flag, action=f"store_{str(not each.default).lower()}", **given)
-            continue
-        if each.default not in (None, MISSING):
-            given["help"] += f" (default: {each.default})"
-        kind = int if about["metavar"] is None else str
-        add(flag, type=kind, metavar=about["metavar"] or "N", **given)
-    add("--no-autocast", dest="autocast", action="store_false", default=None, help="GEMMs in float32 as well")
-    add("--grad-accum", type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
-    add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
-    add("--lora-targets", nargs="+", metavar="NAME", help="what is adapted (default: all linear layers)")
-    add("--load-in-4bit", action="store_true", help="the frozen layers in 4 bits (QLoRA), with --lora-rank")
-    add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
-    add("--json", metavar="FILE", help="write the plan as JSON; - is the standard output, which then has nothing else")
-    add("--check", action="store_true", help="run real steps with random weights on the GPU at hand, and compare")
-    parser.set_defaults(main=main, parser=parser, options_of=_OPTIONS)
+    about = "a config of trl sft, lowtide train or axolotl, with its DeepSpeed JSON"
+    parser.add_argument("run", nargs="?", metavar="RUN.YAML", help=about)
+    for config in (_Command, PlanArguments, Adapters):
+        add_options(parser, config)
+    parser.set_defaults(main=main, flags={"model_or_config": "--model", "adapters": "--lora-rank"})
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -104,84 +76,59 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something that the user can fix.
     """
-    check_output_files(json=None if arguments.json == "-" else arguments.json)  # before minutes of a check are spent
-    name, run = arguments.run, _NO_RUN
-    if name is not None:
-        if name in SHAPES or Path(name, "config.json").is_file():
-            raise ArgumentValueError(message("run", "a YAML file", name, f"Give --model {name}."))
-        run = read_run(Path(name))
-    for name, said in (("model", "--model"), ("seq_len", "--seq-len")):
-        if run is _NO_RUN and getattr(arguments, name, None) is None:
-            raise ArgumentValueError(message(name, f"{said}, or the config of a run", "none"))
-    step = _step(arguments, run.arguments)
-    settings = _settings(arguments, run)
-    if run.default_targets and arguments.lora_rank is None and step.adapters is not None:
-        step = replace(step, adapters=replace(step.adapters, targets=default_targets(settings["model_type"])))
+    command = _Command(**given(arguments, _Command))
+    to_stdout = command.json == "-"
+    check_output_files(json=None if to_stdout else command.json)  # before minutes of a check are spent
+    if (file := arguments.run) in SHAPES:
+        raise ArgumentValueError(message("run", "a YAML file", file, f"Give --model {file}."))
+    run = RunFile() if file is None else read_run(Path(file))
+    step, settings = _asked(arguments, command, run)
     if sys.stderr.isatty():  # importing and tracing take seconds
         sys.stderr.write(f"lowtide plan: {settings['model_type']}: one layer of each kind is traced, without weights\n")
     from lowtide.plan.planning import plan_step
 
-    return _write(arguments, settings, plan_step(settings, step), checkpointed=run.checkpointed)
-
-
-def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArguments:
-    """Return what is to be planned; torch is not needed for it."""
-    rank, targets, passes = arguments.lora_rank, arguments.lora_targets, arguments.grad_accum
-    names = {each.name for each in fields(PlanArguments)} - {"options", "adapters"}
-    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    alone = given.get("gpus", 1) == 1
-    for name, needs, lacks in (
-        ("lora_targets", "--lora-rank", rank is None),
-        ("parallel", "--gpus above 1", alone),
-        ("link", "--gpus above 1", alone),
-    ):
-        if lacks and getattr(arguments, name, None) is not None:
-            raise ArgumentValueError(message(name, f"{needs} beside it", "none"))
-    if not given.get("device", "cuda").lower().startswith("cuda"):
-        gpu_named(given["device"])
-    if rank is not None:
-        given["adapters"] = Adapters(rank, tuple(targets or ()))
-    if passes is not None:
-        if passes < 1:
-            raise ArgumentValueError(message("grad_accum", "at least 1", str(passes)))
-        given["keep_gradients"] = passes > 1
-    step = PlanArguments(**{**of_run, **given})
-    others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": step.attention_mask}
-    others |= {"--no-fused-mlp": not step.fused_mlp, "--gpus": step.gpus > 1}
-    if arguments.check and (got := next((name for name, is_given in others.items() if is_given), None)):
-        expected = "a plan of weights in 16 or 32 bits, patched, without a mask, on one GPU"
-        raise ArgumentValueError(message("check", expected, got))
-    return step
-
-
-def _settings(arguments: argparse.Namespace, run: RunFile) -> dict[str, Any]:
-    """Return the config of the model, with the requested number of layers, in 4 bits if these are asked for."""
-    name = arguments.model or run.model
-    named = {"vocab_size": VOCAB_SIZE} if name == DEFAULT else {}
-    settings = read_settings({**named, **SHAPES[name]} if name in SHAPES else config_file(name))
-    settings = settings if arguments.layers is None else with_layers(settings, arguments.layers)
-    if arguments.load_in_4bit or run.four_bit:
-        settings["quantization_config"] = nf4(nested=run.nested)
-    return settings
-
-
-def _write(arguments: argparse.Namespace, settings: dict[str, Any], plan: MemoryPlan, *, checkpointed: bool) -> int:
-    """Print the plan, check it and write its file, as the arguments say; return the exit status."""
-    report, status, quiet = plan.to_dict(), 0, arguments.json == "-"
-    if not quiet:
-        width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
-        sys.stdout.write(f"{plan.text(width, checkpointed=checkpointed)}\n")
-    if arguments.check:
+    plan = plan_step(settings, step)
+    report, status, out = plan.to_dict(), 0, sys.stderr if to_stdout else sys.stdout
+    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if out.isatty() else None
+    out.write(f"{plan.text(width, checkpointed=run.checkpointed)}\n")
+    if command.check:
         from lowtide.bench.plan_check import check_plan, check_text
 
-        checked = check_plan(settings, plan)
-        report["check"] = checked
+        report["check"] = checked = check_plan(settings, plan)
         status = int(checked["peak_gib"] > gib(plan.budget_bytes))
-        sys.stdout.write("" if quiet else f"\n{check_text(checked)}\n")
+        out.write(f"\n{check_text(checked)}\n")
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-    if quiet:
+    if to_stdout:
         sys.stdout.write(text)
-    elif arguments.json is not None:
-        Path(arguments.json).write_text(text)
-        sys.stdout.write(f"written: {arguments.json}\n")
+    elif command.json is not None:
+        Path(command.json).write_text(text)
+        out.write(f"written: {command.json}\n")
     return status
+
+
+def _asked(arguments: argparse.Namespace, command: _Command, run: RunFile) -> tuple[PlanArguments, dict[str, Any]]:
+    """Return what is to be planned, and the model's config, for which transformers is loaded once all else is right."""
+    own, lora, model = vars(arguments), given(arguments, Adapters), command.model or run.model
+    values = {**run.arguments, **given(arguments, PlanArguments)}
+    for name, there in (("model", model or None), ("seq_len", values.get("seq_len"))):
+        if there is None:
+            raise ArgumentValueError(message(name, "one, or the config of a run", "none"))
+    for name, other in (("targets", "rank"), ("parallel", "gpus"), ("link", "gpus")):
+        if name in own and other not in own:
+            raise ArgumentValueError(message(name, f"{arguments.parser.flag_of(other)} beside it", "none"))
+    if lora:
+        values["adapters"] = Adapters(**lora)
+    if not own.get("device", "cuda").lower().startswith("cuda"):
+        gpu_named(own["device"])
+    step = PlanArguments(**values)
+    if command.check and (step.attention_mask or not step.fused_mlp or step.gpus > 1):
+        raise ArgumentValueError(message("check", "a plan of a patched model, without a mask, on one GPU", "another"))
+    settings = read_settings(SHAPES.get(model) or config_file(model))
+    if command.layers is not None:
+        settings = with_layers(settings, command.layers)
+    if command.load_in_4bit or run.four_bit:
+        settings["quantization_config"] = nf4(nested=run.nested)
+    if run.default_targets and not lora:
+        targets = default_targets(settings["model_type"])
+        step = replace(step, adapters=Adapters(values["adapters"].rank, targets))
+    return step, settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from lowtide.cli.parser import OneLineParser, add_options, given, say
 from lowtide.profile.config import ProfileConfig
@@ -32,7 +33,7 @@ def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     add_options(parser, ProfileConfig)
-    parser.set_defaults(main=main, parser=parser)
+    parser.set_defaults(main=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -46,4 +47,4 @@ def main(arguments: argparse.Namespace) -> int:
     from lowtide.bench.harness import run_benchmark
     from lowtide.profile.run import profile
 
-    return run_benchmark(profile, config, say, arguments.command)
+    return run_benchmark(profile, config, say, shlex.join(["lowtide", *arguments.words]))

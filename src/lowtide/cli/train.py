@@ -7,13 +7,13 @@ import os
 import sys
 import textwrap
 import warnings
-from typing import Any
 
-from lowtide.cli.parser import OneLineParser, add_options, given
-from lowtide.train.arguments import LAUNCHED, RunArguments, check_early, launcher_words, parse, peek, words_of
+from lowtide.cli.parser import OneLineParser, add_options, say
+from lowtide.train.arguments import RunArguments, check_early, launch, parse, peek
+from lowtide.train.ranks import is_first_rank, quiet
 from lowtide.train.shapes import SHAPES
 
-_DESCRIPTION = """\
+_DESCRIPTION = f"""\
 Train a causal language model whose logits are never built. A pretrained model is fine-tuned by TRL's SFTTrainer, with
 every option of `trl sft` under its own name; random weights are trained on text by transformers' Trainer, with every
 option of its TrainingArguments. Without arguments, a small Llama is trained on the sources of this Python's standard
@@ -24,14 +24,7 @@ library, in about two minutes on two CPU cores. Checkpoints and the final model 
 Defaults differ in few: no bf16 where there is no GPU, lora_dropout 0, a NaN is logged as one.
 Random weights have --model_name_or_path (a config.json or a name from below), --dataset_name (text files),
 --max_length, --dtype, --attn_implementation and --tokenizer_name; the schedule is a cosine of 500 steps. The names:
-{names}"""
-
-_OPTIONS = {  # what the functions call otherwise
-    "model": "--model_name_or_path",
-    "memory_budget": "--memory-budget",
-    "budget_gib": "--memory-budget, in GiB",
-    "host_budget": "--host-budget",
-}
+{textwrap.fill(", ".join(SHAPES), 120, break_on_hyphens=False)}"""
 
 _EXAMPLES = """\
 examples:
@@ -64,11 +57,10 @@ can make training ten times slower there."""
 
 
 def add(parser: OneLineParser) -> None:
-    """Make it the subcommand's parser."""
-    names = textwrap.fill(", ".join(SHAPES), 120, break_on_hyphens=False)
-    parser.description, parser.epilog = _DESCRIPTION.replace("{names}", names), _EXAMPLES
+    """Make it the subcommand's parser, which has lowtide's own options for the help; `parse` reads all of them."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     add_options(parser, RunArguments)
-    parser.set_defaults(main=main, parser=parser, options_of=_OPTIONS, unknown=[])
+    parser.set_defaults(main=main, flags={"model": "--model_name_or_path"})
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -78,63 +70,30 @@ def main(arguments: argparse.Namespace) -> int:
         LowtideError: an error that the user can correct.
         KeyboardInterrupt: with what to do next as its text.
     """
-    words = [*arguments.unknown, *words_of(given(arguments, RunArguments))]
+    words = arguments.words[1:]
     early = peek(words)
-    if launcher := launcher_words(early):
-        return _launch(launcher, words)
-    _stay_offline(pushes=early.get("push_to_hub", "false").lower() == "true")
-    fine_tunes = check_early(early)  # may import the Hub's client, which reads the environment once
-    from lowtide.train.ranks import is_first_rank
-
-    if "transformers" not in sys.modules and is_first_rank():
-        libraries = "torch, transformers, datasets and TRL" if fine_tunes else "torch and transformers"
-        sys.stdout.write(f"loading {libraries} ...\n")
-        sys.stdout.flush()
-    from rich.console import Console
-
+    if launch(early, words):
+        return 0
+    # Nothing is sent, and the Hub is called only where the user configured it or the run pushes its model there. Its
+    # client, which `check_early` may import, reads the environment once.
+    offline = str(int(early.get("push_to_hub", "false").lower() != "true"))
+    for name, value in (
+        ("HF_HUB_OFFLINE", offline),
+        ("HF_DATASETS_OFFLINE", offline),
+        ("HF_HUB_DISABLE_TELEMETRY", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    libraries = "torch, transformers, datasets and TRL" if check_early(early) else "torch and transformers"
+    if is_first_rank():
+        say(f"loading {libraries} ...\n")
     with warnings.catch_warnings():
-        _quiet()
+        quiet(bars=sys.stderr.isatty())
+        from rich.console import Console
+
         from lowtide.train import compare, train
 
-        found, console = parse(words), Console()
+        found = parse(words)
         if found.run.compare:
-            return 0 if compare(found, console).equal else 1
-        train(found, console=console)
+            return 0 if compare(found, Console()).equal else 1
+        train(found)
     return 0
-
-
-def _launch(launcher: list[str], words: list[str]) -> int:
-    """Start the processes of a run, as ``accelerate launch`` does; they have all its words, to say how it resumes."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    os.environ[LAUNCHED] = "1"
-    launch_command(launch_command_parser().parse_args([*launcher, "--module", "lowtide", "train", *words]))
-    return 0
-
-
-def _stay_offline(*, pushes: bool) -> None:
-    """Send no telemetry, and call the Hub only where the user configured it or the run pushes its model there."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ.setdefault(name, "0" if pushes else "1")
-
-
-def _quiet() -> None:
-    """Leave out other libraries' warnings to each other, the place in their code of all others, and bars in a pipe."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
-        from transformers.utils import logging as of_transformers
-
-        of_transformers.disable_progress_bar()
-    for category in (FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category)
-    # peft, of adapters on embeddings and the output layer
-    for words in ("Setting `save_embedding_layers`", "Unsupported layer type", "Model has `tie_word_embeddings=True`"):
-        warnings.filterwarnings("ignore", message=words, category=UserWarning)
-    # transformers' save_pretrained reads the storage of each weight
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
-    warnings.showwarning = _show_warning
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    sys.stderr.write(f"lowtide train: {message}\n")  # without the file and line that raised it

@@ -124,7 +124,11 @@ class Budget:
                 expected = f"more than the {reference:.2f} GiB that the reference model takes"
                 raise ArgumentValueError(message("memory_budget", expected, f"{budget:.2f} GiB"))
             budget -= reference
-        self.plan = plan_memory(model.config, **step, budget_gib=budget, host_gib=self._host_gib)
+        try:
+            self.plan = plan_memory(model.config, **step, budget_gib=budget, host_gib=self._host_gib)
+        except ArgumentValueError as error:
+            text = str(error).replace("budget_gib", "memory_budget").replace("host_gib", "host_budget")
+            raise ArgumentValueError(text) from error
         lines = list(_lines(self.plan, args))
         if reference and budget is not None:
             lines.append(f"         beside the reference model, which takes {reference:.2f} GiB")

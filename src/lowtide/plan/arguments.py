@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.measure.units import budget_bytes
 from lowtide.memory.policy import check_count
-
-if TYPE_CHECKING:
-    import torch
-
-    from lowtide.plan.gpus import Gpu
+from lowtide.plan.gpus import GPUS
 
 DTYPES = ("bfloat16", "float16", "float32")  # as torch has them
 DDP, FSDP2, ZERO3 = "ddp", "fsdp2", "zero3"  # as lowtide train has them
@@ -42,6 +38,11 @@ OPTIMIZERS = {
 }
 
 
+def _option(help: str, metavar: str | None = None, flag: str | None = None) -> dict[str, Any]:
+    """Return the metadata of a field that is an option of ``lowtide plan`` as well."""
+    return {"help": help, "metavar": metavar, "flag": flag}
+
+
 @dataclass(frozen=True)
 class Adapters:
     """Adapters by peft, float32 and without dropout, on projections of each layer; all else is frozen.
@@ -55,8 +56,10 @@ class Adapters:
         ArgumentValueError: A rank below 1, or no names of projections.
     """
 
-    rank: int
-    targets: tuple[str, ...] = ()
+    rank: int = field(metadata=_option("train adapters of this rank and freeze the model", flag="--lora-rank"))
+    targets: tuple[str, ...] = field(
+        default=(), metadata=_option("what is adapted (default: all linear layers)", "NAME", "--lora-targets")
+    )
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
@@ -70,11 +73,6 @@ class Adapters:
     def target_modules(self) -> str | list[str]:
         """Return the targets as peft takes them."""
         return list(self.targets) or "all-linear"
-
-
-def _option(help: str, metavar: str | None = None, flag: str | None = None) -> dict[str, Any]:
-    """Return the metadata of a field that is an option of ``lowtide plan`` as well."""
-    return {"help": help, "metavar": metavar, "flag": flag}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,23 +123,29 @@ class PlanArguments:
         metadata=_option("GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93% of it)", "SIZE", "--budget"),
     )
     host_gib: float | str = field(default=0, metadata=_option("pinned host memory for offloading", "SIZE", "--host"))
-    device: str | torch.device | Gpu | None = field(
+    device: Any = field(
         default=None,
-        metadata=_option("{gpus}; or cuda: the one at hand (default: the one at hand, or h100)", "NAME", "--gpu"),
+        metadata=_option(
+            f"{', '.join(GPUS)}; or cuda: the one at hand (default: the one at hand, or h100)", "NAME", "--gpu"
+        ),
     )
-    dtype: torch.dtype | str | None = field(
+    dtype: Any = field(
         default=None,
-        metadata=_option("of weights, gradients and states: {dtypes} (default: float32; bfloat16 in 4 bits)", "NAME"),
+        metadata=_option(
+            f"of weights, gradients and states: {', '.join(DTYPES)} (default: float32; bfloat16 in 4 bits)", "NAME"
+        ),
     )
-    autocast: bool | None = None
-    optimizer: str = field(default="adamw", metadata=_option("{optimizers}", "NAME"))
-    keep_gradients: bool = False
+    autocast: bool | None = field(default=None, metadata=_option("GEMMs in float32 as well"))
+    optimizer: str = field(default="adamw", metadata=_option(", ".join(OPTIMIZERS), "NAME"))
+    keep_gradients: bool = field(
+        default=False, metadata=_option("gradients are accumulated over several backward passes, and outlive one")
+    )
     adapters: Adapters | None = None
     options: HeadOptions | None = None
     attention_mask: bool = field(default=False, metadata=_option("attention takes a [T, T] mask, for packed documents"))
     fused_mlp: bool = field(default=True, metadata=_option("stock MLPs, as where lowtide.patch fuses none"))
     gpus: int = field(default=1, metadata=_option("GPUs that share the step"))
-    parallel: str = field(default=FSDP2, metadata=_option("with --gpus: {parallel}", "NAME"))
+    parallel: str = field(default=FSDP2, metadata=_option(f"with --gpus: {', '.join(PARALLEL)}", "NAME"))
     link: float | str | None = field(
         default=None,
         metadata=_option("what a GPU receives from others per second: 50GB (default: NVLink's rate)", "SIZE"),

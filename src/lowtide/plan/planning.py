@@ -118,8 +118,8 @@ def _refusal(plan: MemoryPlan) -> ArgumentValueError:
         if roomy.host > plan.search.host_bytes and roomy.peak <= budget:
             helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
     tokens = f"{job.batch_size} x {job.seq_len} tokens{f' by {job.parallel}' if job.gpus > 1 else ''}"
-    expected = f"at least {gib_text(plan.peak_bytes)} for {tokens} ({plan.chosen}; peak in {plan.phase})"
-    usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
-    got = f"{gib_text(requested)}{usable}, {gib_text(plan.peak_bytes - budget)} GiB too little"
+    expected = f"at least {gib_text(plan.peak_bytes)} GiB for {tokens} ({plan.chosen}; peak in {plan.phase})"
+    usable = f", of which the {job.gpu.name} can use {gib_text(budget)} GiB" if budget < requested else ""
+    got = f"{gib_text(requested)} GiB{usable}, {gib_text(plan.peak_bytes - budget)} GiB too little"
     hint = f"What would help: {'; '.join(helps)}." if helps else ""
     return ArgumentValueError(message("budget_gib", expected, got, hint))

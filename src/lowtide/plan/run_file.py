@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lowtide.errors import ArgumentValueError, message
@@ -21,14 +22,14 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class RunFile(NamedTuple):
-    """What a run's config says of a step."""
+    """What a run's config says of a step; nothing without one."""
 
-    model: str
-    arguments: dict[str, Any]  # fields of `PlanArguments`
-    four_bit: bool
-    nested: bool
-    checkpointed: bool  # the run's own setting: every layer saves its input
-    default_targets: bool  # peft is to know which projections are adapted
+    model: str = ""
+    arguments: Mapping[str, Any] = MappingProxyType({})  # fields of `PlanArguments`
+    four_bit: bool = False
+    nested: bool = False
+    checkpointed: bool = False  # the run's own setting: every layer saves its input
+    default_targets: bool = False  # peft is to know which projections are adapted
 
 
 def read_run(file: Path) -> RunFile:

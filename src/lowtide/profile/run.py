@@ -15,7 +15,7 @@ from lowtide.measure.child import allocator, run_child
 from lowtide.profile.config import AUTO
 from lowtide.profile.report import ROWS, draw_profile, text_of, title_of, write_page
 from lowtide.profile.steps import measure
-from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, model_config
+from lowtide.train.shapes import DEFAULT, SHAPES, model_config
 
 GPU_MODEL, GPU_TOKENS, CPU_TOKENS = "llama-3.2-1b", 8192, 1024
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
@@ -33,10 +33,10 @@ def profile(run: Run) -> None:
         raise UnsupportedError(message("impl", "a GPU for liger", "a CPU", "Leave liger out."))
     name = run.config.model if run.config.model != AUTO else GPU_MODEL if cuda else DEFAULT
     tokens = run.config.seq_len or (GPU_TOKENS if cuda else CPU_TOKENS)
-    whole = model_config(name, vocab_size=VOCAB_SIZE)
+    whole = model_config(name)
     text, rows = language_part(whole), list[Row]()
     inside = "" if text is whole else f", the {text.model_type} inside"
-    settings = {**run.settings, "model": name, "vocab_size": VOCAB_SIZE, "seq_len": tokens}
+    settings = {**run.settings, "model": name, "seq_len": tokens}
     del settings["output"], settings["impl"], settings["policy"]  # each implementation has its own
     run.result |= {
         "settings": settings,

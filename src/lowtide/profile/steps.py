@@ -26,7 +26,7 @@ SNAPSHOT_ENTRIES = 2_000_000  # events of the allocator; more than a step of a h
 def measure(variant: dict[str, str], settings: dict[str, Any], stem: str) -> dict[str, Any]:
     """Return the times and the memory of an implementation's steps, or why they did not run; `run_child` calls it.
 
-    ``settings`` are those of `ProfileConfig` without "auto" and with vocab_size; the files' paths begin with ``stem``.
+    ``settings`` are those of `ProfileConfig` without "auto"; the files' paths begin with ``stem``.
     """
     try:
         return Steps(Variant(**variant), settings).run(stem)
@@ -39,7 +39,7 @@ class Steps:
 
     def __init__(self, variant: Variant, settings: dict[str, Any]) -> None:
         self.settings, self.device = settings, torch.device(settings["device"])
-        config = model_config(settings["model"], vocab_size=settings["vocab_size"])
+        config = model_config(settings["model"])
         dtype, seed = getattr(torch, settings["dtype"]), settings["seed"]
         self.model = build_model(variant, config, dtype, self.device, seed=seed, lora=settings["lora"])
         self.trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -24,7 +24,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file, has_w
 
 AUTO = "auto"  # as --resume_from_checkpoint: a new run where the folder has no checkpoint
 _HUB_DATASET = re.compile(r"(?!.*\.[A-Za-z]\w*$)[\w-][\w.-]*/[\w-][\w.-]*")  # org/Hermes-2.5, not data/rows.jsonl
-LAUNCHED = "LOWTIDE_LAUNCHED"  # in the environment of processes that `lowtide train --accelerate_config` has started
+_LAUNCHED = "LOWTIDE_LAUNCHED"  # in the environment of processes that `lowtide train --accelerate_config` has started
 _LAUNCHER = ("accelerate_config", "num_processes")
 _EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "config", *_LAUNCHER)
 _SCRATCH = {
@@ -48,7 +48,7 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 class RunArguments:
     """The options of `lowtide train` that are lowtide's own."""
 
-    patch: bool = _option(True, "use lowtide's loss and layers; --no-patch trains the stock model")
+    patch: bool = _option(True, "train the stock model")
     memory_budget: str | None = _option(
         None,
         "GPU memory for tensors, such as 40GiB, or auto: 92 percent of what is free. The planner chooses what each "
@@ -175,24 +175,29 @@ def check_path(name: str) -> None:
         raise ArgumentValueError(message("--dataset_name", expected, f"{name} (No such file or directory)", near))
 
 
-def launcher_words(early: Mapping[str, str]) -> list[str]:
-    """Return what ``accelerate launch`` is given for a run of which `peek` says this; nothing where it starts none.
+def launch(early: Mapping[str, str], words: Sequence[str]) -> bool:
+    """Start the processes of a run of which `peek` says this, and wait for them; False where it asks for none.
 
-    As in ``trl sft``: ``--accelerate_config``, a file or the name of one that TRL has, and ``--num_processes``.
+    As in ``trl sft``: ``--accelerate_config``, a file or the name of one that TRL has, and ``--num_processes``. They
+    have all the words, to say how the run resumes.
 
     Raises:
         ArgumentValueError: there is no such file.
     """
-    words = [word for name in _LAUNCHER if name in early for word in (f"--{name}", early[name])]
-    if not words or LAUNCHED in os.environ:
-        return []
+    given = [word for name in _LAUNCHER if name in early for word in (f"--{name}", early[name])]
+    if not given or _LAUNCHED in os.environ:
+        return False
+    from accelerate.commands.launch import launch_command, launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     try:
-        return resolve_accelerate_config_argument(words)  # type: ignore[no-any-return]
+        given = resolve_accelerate_config_argument(given)
     except ValueError as error:
         expected = "a file, or one of TRL's, such as multi_gpu, fsdp2, zero2 and zero3"
         raise ArgumentValueError(message("--accelerate_config", expected, early["accelerate_config"])) from error
+    os.environ[_LAUNCHED] = "1"
+    launch_command(launch_command_parser().parse_args([*given, "--module", "lowtide", "train", *words]))
+    return True
 
 
 def parse(words: Sequence[str]) -> Arguments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import statistics
@@ -26,7 +27,7 @@ from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import mib
 from lowtide.train.arguments import Arguments, parse, words_of
 from lowtide.train.meter import WARM_STEPS, RunResult
-from lowtide.train.ranks import launched_ranks
+from lowtide.train.ranks import launched_ranks, quiet
 
 _BLOCKS = 50  # of a run: enough for a median, and long enough that a turn costs nothing
 _SHORTEST = 5  # steps of one
@@ -163,6 +164,7 @@ def compare(found: Arguments, console: Console) -> Comparison:
         expected = "no --no-patch, --memory-budget or --resume_from_checkpoint beside it"
         raise ArgumentValueError(message("--compare", expected, "one of them"))
     check_output_files(json=found.run.json)
+    quiet(bars=False)  # of the two processes as well
     block = max(_SHORTEST, max(found.training.max_steps, 0) // _BLOCKS)
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:
         shared = {
@@ -217,6 +219,8 @@ def _train_side(answer: Any, words: list[str], turns: Turns, patched: bool) -> N
     """Train as one of the two sides, and send what was measured, or the error."""
     from lowtide.train.run import train
 
+    logging.disable(logging.WARNING)
+    quiet(bars=False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
     try:
         found = parse(words if patched else [*words, "--patch=false"])

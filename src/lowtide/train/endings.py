@@ -27,8 +27,6 @@ _OF_GLOO = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")  # aroun
 class Terminated(LowtideError, InterruptedError):
     """A signal ended the run; the text says what was saved and how to resume."""
 
-    of_all_ranks = True  # one of them prints it
-
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
         self.exit_status = 128 + number  # as shells have it

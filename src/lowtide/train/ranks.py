@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 
 _FIRST_REPORTS_SECONDS = 3.0
+
+
+def quiet(*, bars: bool) -> None:
+    """Leave out other libraries' warnings to each other, the place in their code of all others, and maybe their bars.
+
+    Those of libraries that are imported after it.
+    """
+    if not bars:
+        os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+    for words in (
+        "Setting `save_embedding_layers`", "Unsupported layer type", "Model has `tie_word_embeddings=True`",  # peft
+        "TypedStorage is deprecated",  # transformers' save_pretrained
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", message=words, category=UserWarning)
+    warnings.showwarning = lambda text, *_, **__: sys.stderr.write(f"lowtide train: {text}\n")  # type: ignore[assignment]
 
 
 def launched_ranks() -> int:

@@ -17,11 +17,11 @@ from typing import Any
 from lowtide.errors import ArgumentValueError, did_you_mean, message
 
 DEFAULT = "lowtide-small"
-VOCAB_SIZE = 8192  # of the default model, and of the tokenizer that a run from random weights trains
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+VOCAB_SIZE: int = SHAPES[DEFAULT]["vocab_size"]  # also of the tokenizer that a run from random weights trains
 
 
 def config_file(name: str) -> Path:
@@ -63,8 +63,8 @@ def has_weights(name: str) -> bool:
     return isinstance(found, str) or (found is not None and any((found / file).is_file() for file in _WEIGHTS))
 
 
-def model_config(name: str, *, vocab_size: int = VOCAB_SIZE) -> Any:
-    """Return the `transformers` config of a model's name; the default model gets the ``vocab_size``.
+def model_config(name: str) -> Any:
+    """Return the `transformers` config of a model's name.
 
     Raises:
         ArgumentValueError: there is no such model, or its config cannot be used.
@@ -72,7 +72,7 @@ def model_config(name: str, *, vocab_size: int = VOCAB_SIZE) -> Any:
     from transformers import AutoConfig
 
     if name in SHAPES:
-        settings, where = {**({"vocab_size": vocab_size} if name == DEFAULT else {}), **SHAPES[name]}, name
+        settings, where = SHAPES[name], name
     else:
         file = config_file(name)
         where = str(file)
