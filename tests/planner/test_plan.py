@@ -69,7 +69,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
     with pytest.raises(ArgumentValueError) as caught:
         plan(budget=8, **given)
     text = str(caught.value)
-    needed, got, lacking = (float(x) for x in re.findall(r"least ([\d.]+) .*got ([\d.]+), ([\d.]+) GiB", text)[0])
+    needed, got, lacking = (float(x) for x in re.findall(r"least ([\d.]+) .*got ([\d.]+) GiB, ([\d.]+) GiB", text)[0])
     assert (got, lacking) == (8, pytest.approx(needed - got, abs=0.011))
     assert plan(budget=needed + 0.01, **given).peak_bytes <= (needed + 0.01) * GIB
     host = int(re.findall(r"host_gib=(\d+) fits", text)[0])
@@ -188,7 +188,7 @@ def test_a_budget_leaves_the_allocator_its_part_of_the_gpu(device: Any) -> None:
     assert (found.budget_bytes, own.budget_bytes) == (most, min(most, int(0.93 * gpu.memory_bytes)))
     assert any("not 1000.00 GiB" in note for note in found.notes)
     assert not any("allocator's" in note for note in own.notes)
-    with pytest.raises(ArgumentValueError, match=f"got 1000.00, of which the {device} can use"):
+    with pytest.raises(ArgumentValueError, match=f"got 1000.00 GiB, of which the {device} can use"):
         plan_memory(FEW, 2**23, budget_gib=1000, device=gpu)
 
 
