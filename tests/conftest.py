@@ -107,8 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--promises"):
         promises.write(items)
     if not config.getoption("--slow"):
-        slow = [item for item in items if "slow" in item.keywords]
-        items[:] = [item for item in items if "slow" not in item.keywords]
+        slow = [item for item in items if item.get_closest_marker("slow")]  # its keywords have the clone's folder too
+        items[:] = [item for item in items if item not in slow]
         config.hook.pytest_deselected(items=slow)
     if (order := config.getoption("--order")) is not None:
         draw = random.Random(order)

@@ -136,13 +136,11 @@ def strided(t: Tensor, kind: int) -> Tensor:
         return torch.cat((t, nothing), 0)[: len(t)] if t.dim() == 1 else torch.cat((t, nothing), -1)[..., : t.shape[-1]]
     if kind == 2:
         return t.mT.contiguous().mT
-    if kind == 3:
-        return t.transpose(0, 1).contiguous().transpose(0, 1)
-    return torch.cat((t, nothing), 1)[:, : t.shape[1]]
+    return t.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 @promise("layouts")
-@every_pair(mode=MODES.values(), dtype=[torch.float64, *NARROW], kind=range(5))
+@every_pair(mode=MODES.values(), dtype=[torch.float64, *NARROW], kind=range(4))
 def test_strided_inputs(mode: Mode, dtype: torch.dtype, kind: int) -> None:
     """Chunks are of a few rows, which begin and end inside a sequence."""
     kwargs = mode.arguments((3, 7), dtype=dtype, ignored="some", workspace_mib=0.002)

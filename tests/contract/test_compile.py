@@ -27,8 +27,9 @@ pytestmark = [
 ]
 SLOW = pytest.mark.slow
 HEADS = ("mean", "each", "top-k")
-QUICK = ("mean", "statistics", "jsd-sum", "apply-sum", "contrastive", *parts.COMPILED)
-CHECKED = (*QUICK, "each", "logprobs", "sets", "forward_kl", "top-k", "contrastive-of-several")  # an operator each
+QUICK = ("mean", "statistics", "apply-sum", "contrastive", *parts.COMPILED)
+# an operator each
+CHECKED = (*QUICK, "each", "logprobs", "sets", "jsd-sum", "forward_kl", "top-k", "contrastive-of-several")
 
 
 def split(kwargs: Arguments) -> tuple[Arguments, Arguments]:
@@ -45,6 +46,7 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], kwargs: Arguments, **n
         torch.testing.assert_close(g, e, **near)
 
 
+@SLOW
 def test_log_probabilities_twice_in_one_graph_for_any_shape() -> None:
     """As of a policy and of its reference."""
     step = torch.compile(

@@ -126,7 +126,6 @@ def losing_digits(x: Tensor, w: Tensor, scale: float = 1.0) -> float:
             (*case, schedule)
             for schedule in ("chunks", "blocks")
             for case in [
-                *((SIZES[0], False, name) for name in LOSSES),
                 (SIZES[1], False, "smoothed"),
                 (SIZES[0], True, "smoothed"),
                 *((SIZES[2], name != "smoothed", name) for name in LOSSES),

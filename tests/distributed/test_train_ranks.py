@@ -133,7 +133,7 @@ def test_a_signal_to_any_rank_ends_all_with_a_checkpoint(
 
 
 @promise("resume")
-@pytest.mark.parametrize(("kind", "engine"), cases("tune fsdp2", slow=("pretrain ddp", "tune zero2")))
+@pytest.mark.parametrize(("kind", "engine"), cases("pretrain ddp", slow=("tune fsdp2", "tune zero2")))
 def test_a_rank_that_is_killed_in_a_step(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
     """The other one ends with a message, and both go on from the checkpoint before."""
     output = tmp_path / "run"

@@ -202,10 +202,10 @@ def test_a_forward_replaced_on_the_instance_is_refused(ids: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
 @pytest.mark.parametrize(
     ("how", "policy"),
-    [  # each way with either policy once; the other pairs are slow
+    [  # the compiled model itself stands in test_offloads; the other pairs are slow
         pytest.param(how, policy, id=f"{name}-{how}", marks=() if how in quick else pytest.mark.slow)
         for name, policy, quick in (
-            ("input", INPUT, ("model", "layers in place")),
+            ("input", INPUT, ("layers in place",)),
             ("attention", ATTENTION, ("layers wrapped",)),
         )
         for how in ("model", "layers in place", "layers wrapped")

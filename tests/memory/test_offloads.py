@@ -88,7 +88,7 @@ def test_what_has_moved_is_gone_from_the_device(what: str, side: LazySide) -> No
 
 
 @what_moves
-def test_forty_steps_leak_nothing(what: str, side: LazySide) -> None:
+def test_twenty_steps_leak_nothing(what: str, side: LazySide) -> None:
     """Neither on the host, which grows to the longest batch, nor on the device; backward or not."""
     subject, longest = Subject(what), torch.randint(3, VOCAB, (2, 29))
     for length in (5, 29, 12):
@@ -96,7 +96,7 @@ def test_forty_steps_leak_nothing(what: str, side: LazySide) -> None:
     subject.model(longest)  # what moves is on the host, at the beginning and at the end
     full = side.pinned
     with no_collector(), track_allocations() as seen:
-        for k in range(40):
+        for k in range(20):
             loss = subject.model(longest[: 1 + k % 2, : 5 + (7 * k) % 24])
             if k % 5 < 4:
                 loss.backward()

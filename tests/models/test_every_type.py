@@ -20,12 +20,11 @@ pytestmark = [
 ]
 
 # Chosen for what is different about them and not in conftest.MODELS: tables of complex numbers with experts of one
-# weight, a hybrid with state spaces and factors, no attention, pictures, encoders, a bias of the model's own; and how
-# many modules are fused.
+# weight, a hybrid with state spaces and factors, pictures, encoders, a bias of the model's own; and how many modules
+# are fused.
 SAMPLE = {
     ("causal", "deepseek_v2"): {"mlp": 4, "norm": 9, "rope": 2},
     ("causal", "granitemoehybrid"): {"mlp": 2, "norm": 5, "rope": 0},
-    ("causal", "mamba"): {"mlp": 0, "norm": 3, "rope": 0},
     ("seq2seq", "bart"): {"mlp": 0, "norm": 0, "rope": 0},
     ("seq2seq", "t5gemma"): {"mlp": 4, "norm": 22, "rope": 4},
     ("image-text", "qwen2_vl"): {"mlp": 2, "norm": 5, "rope": 4},
