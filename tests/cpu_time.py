@@ -99,7 +99,8 @@ class Times:
         report = yield
         if call.when == "teardown":
             seconds = max(0.0, used() - item.stash[BEFORE])
-            report.user_properties += [("cpu", seconds), ("slow", item.get_closest_marker("slow") is not None)]  # which xdist sends
+            slow = item.get_closest_marker("slow") is not None
+            report.user_properties += [("cpu", seconds), ("slow", slow)]  # which xdist sends
             if self.seen % EVERY == 0:
                 report.user_properties.append(("calibrated", calibrate()))
             self.seen += 1
