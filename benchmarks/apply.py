@@ -22,8 +22,8 @@ from script import main
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, plan_head
-from lowtide.bench.case import Bench, Case, make_case
-from lowtide.bench.harness import Peer, Row, Run, Table, release
+from lowtide.bench.case import Case, make_case, measure_case
+from lowtide.bench.harness import Peer, Row, Run, Table
 from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 
 cross_entropy = partial(F.cross_entropy, reduction="none")  # of each token
@@ -60,12 +60,7 @@ TABLE = Table(
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyCase(Case):
-    b: Tensor
     function: str
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return self.x, self.w, self.b
 
     def values_of(self, z: Tensor, rows: slice) -> tuple[Tensor]:
         return (FUNCTIONS[self.function](z, self.y[rows]),)
@@ -92,7 +87,7 @@ def in_two_chunks(case: Case) -> HeadOptions:
 def peers_of(case: ApplyCase) -> Iterator[tuple[Peer, HeadOptions | None]]:
     """Yield the ways to compute the mean of the case's function, lowtide's with their options."""
     fn, N = FUNCTIONS[case.function], case.shape.N
-    x, w, b, y = case.x, case.w, case.b, case.y
+    (x, w, b), y = case.leaves, case.y
 
     def peer(name: str, mean: Callable[[], Tensor]) -> Peer:
         return Peer(name, lambda _: lambda *_: mean())
@@ -117,31 +112,31 @@ def peers_of(case: ApplyCase) -> Iterator[tuple[Peer, HeadOptions | None]]:
 
 
 def measure(run: Run) -> None:
-    run.result |= {"dtype": run.dtype_name, **run.rounds, "shapes": []}
+    shapes = run.result["shapes"] = []
     for shape in run.config.shapes:
         torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
-        loss, rows = make_case(shape, run.dtype, run.device), list[Row]()
-        b = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
-        run.result["shapes"].append({**vars(shape), "rows": rows})
+        loss, tables = make_case(shape, run.dtype, run.device), list[Row]()
+        leaves = (*loss.leaves, torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_())
+        shapes.append({**vars(shape), "tables": tables})
         for name in run.config.function or FUNCTIONS:
-            about: Any = {**vars(loss), "names": ("value",), "b": b, "function": name, "name": name}
-            case = ApplyCase(**about)
-            measure_function(run, case, rows)
-        release(run.device)
+            tables.append(table := Row())
+            about: Any = {**vars(loss), "names": ("value",), "leaves": leaves, "function": name, "name": name}
+            measure_function(run, ApplyCase(**about), table)
 
 
-def measure_function(run: Run, case: ApplyCase, rows: list[Row]) -> None:
-    bench, naive_mib = Bench(case, **run.rounds), None
-    run.say(bench.title() + TABLE.header)
-    for peer, options in peers_of(case):
-        row = bench.measure(peer) | {"function": case.function}
-        row |= {f"{of}_error": error for of, error in row.pop("errors", {}).items()}
-        if options is not None:
-            row["plan"] = dataclasses.asdict(plan_of(options, case))
-        naive_mib = naive_mib or row.get("peak_mib")
-        if naive_mib and "peak_mib" in row:
-            row["of_naive"] = row["peak_mib"] / naive_mib
-        run.add(row, rows, TABLE)
+def measure_function(run: Run, case: ApplyCase, table: Row) -> None:
+    options, least = dict(peers_of(case)), list[float]()  # of naive, the first
+
+    def more(_: Case, peer: Peer, row: Row) -> Row:
+        found: Row = {f"{of}_error": error for of, error in row.get("errors", {}).items()}
+        if (with_options := options[peer]) is not None:
+            found["plan"] = dataclasses.asdict(plan_of(with_options, case))
+        if "peak_mib" in row:
+            least.append(row["peak_mib"])
+            found["of_naive"] = row["peak_mib"] / least[0]
+        return found | {"function": case.function}
+
+    measure_case(run, case, table, options, table=TABLE, more=more)
 
 
 if __name__ == "__main__":

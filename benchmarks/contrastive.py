@@ -40,9 +40,8 @@ class ContrastiveCase(Case):
 
     mask: Tensor | None
 
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor]:
-        return self.x, self.w
+    def call(self, function: Function) -> Any:
+        return function(self.x, self.w)
 
     def values_of(self, z: Tensor, rows: slice) -> Values:
         return (loss_of(z, self.y[rows], None if self.mask is None else self.mask[rows], "none"),)
@@ -126,8 +125,7 @@ class ContrastiveConfig(ShapeSettings):
     work: tuple[str, ...] = setting((), "these tables alone", metavar="WORK", names=WORKS)
 
 
-def measure(run: Run) -> None:
-    measure_cases(run, cases)
+measure = partial(measure_cases, cases=cases)
 
 
 if __name__ == "__main__":

@@ -41,17 +41,16 @@ class DivergenceCase(Case):
     kind: str
     beta: float
 
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        return self.x, self.w, self.teacher.x, self.teacher.w
+    def call(self, function: Function) -> Any:
+        return function(self.x, self.w, self.teacher.x, self.teacher.w)
 
     @property
     def flops(self) -> int:
         return super().flops + self.teacher.flops
 
-    def bare(self, rows: int) -> None:
-        self.teacher.bare(rows)
-        super().bare(rows)
+    def bare(self, size: int) -> None:
+        self.teacher.bare(size)
+        super().bare(size)
 
     def values_of(self, z: Tensor, rows: slice) -> Values:
         with torch.no_grad():
@@ -85,8 +84,8 @@ def cases(run: Run, shape: Shape) -> Iterator[DivergenceCase]:
         x = teacher.x[:, :both]
         x.copy_(LIKENESS * student.x[:, :both] + (1 - LIKENESS**2) ** 0.5 * x)
         torch.mul(student.w[:, :both], (shape.D / shape.teacher_D) ** 0.5, out=teacher.w[:, :both])
-    fixed = {"x": teacher.x.detach(), "w": teacher.w.detach(), "gemms": 1, "upstream": ()}
-    teacher = dataclasses.replace(teacher, **fixed)
+    fixed = tuple(leaf.detach() for leaf in teacher.leaves)
+    teacher = dataclasses.replace(teacher, leaves=fixed, gemms=1, upstream=())
     for work in run.config.work or KINDS:
         kind, beta, title = KINDS[work]
         name = f"{title}, forward and backward, teacher's D {shape.teacher_D}"
@@ -130,8 +129,7 @@ class DivergenceConfig(ShapeSettings):
     work: tuple[str, ...] = setting((), "these divergences alone", metavar="WORK", names=KINDS)
 
 
-def measure(run: Run) -> None:
-    measure_cases(run, cases)
+measure = partial(measure_cases, cases=cases)
 
 
 if __name__ == "__main__":

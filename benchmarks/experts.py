@@ -13,13 +13,15 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from mixture import Layer, Mixture, make_mixture
+from mixture import Mixture, make_mixture
 from script import main
 
-from lowtide.bench.harness import Peer, Run, by_name, gpu_module
+from lowtide.bench.case import Function
+from lowtide.bench.harness import Peer, by_name, gpu_module
 from lowtide.bench.mlp import measure_modules
 from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 from lowtide.errors import UnsupportedError
@@ -33,8 +35,8 @@ SIZES = ("N", "D", "F", "E", "K")
 NAMED = {"qwen3-30b-a3b": (16384, 2048, 768, 128, 8), "gpt-oss-20b": (16384, 2880, 2880, 32, 4)}
 
 
-def _lowtide(level: int) -> Callable[[Mixture], Layer]:
-    def build(mixture: Mixture) -> Layer:
+def _lowtide(level: int) -> Callable[[Mixture], Function]:
+    def build(mixture: Mixture) -> Function:
         form, oss = (GPT_OSS, True) if mixture.is_gpt_oss else (Form("silu"), False)
         settings: Any = {"form": form, "transposed": oss, "dtype": mixture.x.dtype, "checkpoint_level": level}
         return lambda: experts_mlp(mixture.x, mixture.ids, mixture.routing, mixture.weights, **settings)
@@ -42,10 +44,10 @@ def _lowtide(level: int) -> Callable[[Mixture], Layer]:
     return build
 
 
-def _transformers(implementation: str) -> Callable[[Mixture], Layer]:
+def _transformers(implementation: str) -> Callable[[Mixture], Function]:
     """Return what builds transformers' own module, which computes with the mixture's weights."""
 
-    def build(mixture: Mixture) -> Layer:
+    def build(mixture: Mixture) -> Function:
         folder, family = ("gpt_oss", "GptOss") if mixture.is_gpt_oss else ("qwen3_moe", "Qwen3Moe")
         package = f"transformers.models.{folder}"
         config_class = getattr(importlib.import_module(f"{package}.configuration_{folder}"), f"{family}Config")
@@ -65,7 +67,7 @@ def _transformers(implementation: str) -> Callable[[Mixture], Layer]:
     return build
 
 
-def _liger(mixture: Mixture) -> Layer:
+def _liger(mixture: Mixture) -> Function:
     module = gpu_module(mixture, "liger_kernel.ops.fused_moe")
     if mixture.is_gpt_oss:
         raise UnsupportedError("no biases and limits")
@@ -90,8 +92,7 @@ class ExpertsConfig(ShapeSettings):
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
 
 
-def measure(run: Run) -> None:
-    measure_modules(run, make_mixture)
+measure = partial(measure_modules, make=make_mixture)
 
 
 if __name__ == "__main__":

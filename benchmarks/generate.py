@@ -73,7 +73,7 @@ def measure(run: Run) -> None:
         stock = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
     models = {STOCK: stock, "stock again": copy.deepcopy(stock), "patched": copy.deepcopy(stock)}
     lowtide.patch(models["patched"])
-    run.result |= {"model": run.config.model, "dtype": run.dtype_name, "rows": []}
+    run.result |= {"model": run.config.model, "rows": []}
     for batch, prompt, new, turns in CASES:
         row = row_of(models, batch, prompt, new, turns, run.device)
         run.result["rows"].append(row)

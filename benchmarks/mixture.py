@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.bench.case import Function
 from lowtide.bench.mlp import ModuleCase
 from lowtide.mlp.groups import Groups, sorted_by_expert
-
-Layer = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +19,36 @@ class Mixture(ModuleCase):
     """The case of a mixture's experts, with the routing and the weights."""
 
     ids: Tensor  # [N, K]
-    routing: Tensor  # [N, K]
     weights: tuple[Tensor | None, ...]  # gate_up, down and their biases
+    gemm: Callable[[int], None]
+
+    @property
+    def routing(self) -> Tensor:
+        """The weight of each token's experts [N, K]."""
+        return self.leaves[1]
 
     @property
     def is_gpt_oss(self) -> bool:
         """Whether the weights are [E, in, out], with biases, gate and up interleaved and limited."""
         return self.weights[2] is not None
+
+    @property
+    def flops(self) -> int:
+        return 3 * 3 * 2 * self.ids.numel() * self.shape.D * self.shape.F
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """GEMMs: those that a step cannot do without, and with gate and up recomputed."""
+        return 6, 7
+
+    def call(self, function: Function) -> Tensor:
+        """Return the output of what a peer has built, which holds its inputs."""
+        output: Tensor = function()
+        return output
+
+    def bare(self, size: int) -> None:
+        """Run the grouped GEMMs of a step: 6, or 7 with one twice."""
+        self.gemm(size)
 
 
 def make_mixture(shape: Any, dtype: torch.dtype, device: torch.device) -> Mixture:
@@ -49,7 +71,7 @@ def make_mixture(shape: Any, dtype: torch.dtype, device: torch.device) -> Mixtur
     both, h = rows.new_zeros(len(rows), 2 * F), rows.new_zeros(len(rows), F)
 
     @torch.no_grad()
-    def bare(gemms: int) -> None:
+    def gemm(gemms: int) -> None:
         """Run the grouped GEMMs of a step, on rows that are there: 6, or 7 with one twice."""
         for _ in range(gemms - 5):
             groups.times(rows, gate_up)
@@ -60,6 +82,6 @@ def make_mixture(shape: Any, dtype: torch.dtype, device: torch.device) -> Mixtur
         groups.times(both, gate_up.transpose(1, 2))
 
     return Mixture(
-        shape=shape, x=x, ids=ids, routing=routing, weights=(*weights, *[None] * (4 - len(weights))),
-        upstream=random(N, D), leaves=[x, routing, *weights], forward=lambda layer: layer(), bare=bare,
+        shape=shape, name="the experts", ids=ids, weights=(*weights, *[None] * (4 - len(weights))),
+        upstream=(random(N, D),), leaves=(x, routing, *weights), gemm=gemm,
     )  # fmt: skip

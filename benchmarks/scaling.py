@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from lowtide.bench.harness import Row, Run, Table, reason_of
-from lowtide.bench.models import build_model, make_optimizer, train_step
+from lowtide.bench.models import build_model, make_optimizer
 from lowtide.bench.settings import Settings, setting
 from lowtide.bench.variant import Variant
 from lowtide.measure.child import allocator
@@ -50,7 +50,6 @@ TABLE = Table(
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(Settings):
     benchmark, packages = "scaling", ("liger-kernel",)
-
     ranks: tuple[int, ...] = setting((1, 2, 4, 8), "processes, one for each GPU", metavar="N", least=1)
     model: tuple[str, ...] = setting(("llama-3.2-1b", "llama-3-8b"), "whose shapes", metavar="NAME")
     way: tuple[str, ...] = setting(("lowtide", "liger"), "implementations, or one:policy", metavar="WAY")
@@ -71,7 +70,7 @@ class ScalingConfig(Settings):
 def measure(run: Run) -> None:
     one: dict[tuple[str, str], float] = {}  # a way's and model's speed on one GPU
     config, rows = run.config, run.result.setdefault("rows", [])
-    run.result |= config.recorded()
+    run.result |= run.settings
     run.say(TABLE.header)
     for ranks, way, model in product(config.ranks, config.way, config.model):
         row = {"ranks": ranks, "way": way, "model": model, **in_processes(ranks, way, model, config)}
@@ -114,9 +113,11 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
         if len(times) == WARM:
             reset_cuda_peak()
         start = time.perf_counter()
-        loss = train_step(lambda ids=each: built(input_ids=ids, labels=ids).loss, optimizer)
+        (loss := built(input_ids=each, labels=each).loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         if ranks > 1:
-            dist.all_reduce(loss.div_(ranks))
+            dist.all_reduce(loss.detach_().div_(ranks))
         losses.append(loss.item())  # waits for the GPU
         times.append(time.perf_counter() - start)
     seconds, peak = statistics.median(times[WARM:]), torch.tensor(gib(cuda_peak_bytes()), device=device)

@@ -8,9 +8,10 @@ from functools import partial
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_cross_entropy, skip_report
-from lowtide.bench.case import Bench, Case, Function, loss_case
+from lowtide.bench.case import Case, Function, limit_of, loss_case, row_of
 from lowtide.bench.harness import Peer, Row, Table
 from lowtide.bench.settings import Shape
+from lowtide.measure.timing import time_side_by_side
 
 CALLS = 24  # before the first that counts: the threshold adapts
 ERRORS = {"loss": "loss_error", "dx": "input_error", "dw": "weight_error"}
@@ -29,7 +30,7 @@ def loss_of(options: HeadOptions | None, calls: int, case: Case) -> Function:
 
     function = partial(linear_cross_entropy, options=options)
     for _ in range(calls):
-        case.run_of(function)()
+        case.step(function)
     return function
 
 
@@ -43,19 +44,17 @@ def measure_head(x: Tensor, w: Tensor, y: Tensor, accepted: Sequence[str]) -> It
     peers += [Peer(f"{DENSE} skip={text}", partial(loss_of, HeadOptions(skip=float(text)), CALLS)) for text in accepted]
     for peer in peers:
         case = loss_case(shape, x, w, y)  # a weight of its own: an order is remembered
-        bench = Bench(case, warm=2, reps=6)
-        row = bench.measure(peer)
+        times = partial(time_side_by_side, device=x.device, warm=2, reps=6)
+        limit = limit_of(case, times)
+        row = row_of(case, peer, limit["rows"], case.exact(), times)
         if peer.name == DENSE:
             busy = {"busy_ms": row["busy_limit_ms"]} if "busy_limit_ms" in row else {}
-            yield {"name": "three GEMMs", "ms": bench.limit_ms, **busy, "speed": 1.0}
-        del bench  # its exact values, before the next are computed
+            yield {"name": "three GEMMs", "ms": limit["ms"], **busy, "speed": 1.0}
         yield reported(row, case.w)
 
 
 def reported(row: Row, w: Tensor) -> Row:
-    """Return a `Bench`'s row in this table's keys, with what the last call with the weight reports."""
-    if row.pop("unsupported", False):
-        return {"name": row["name"], "cannot": row["failed"], "unsupported": True}
+    """Return a row of `row_of` in this table's keys, with what the last call with the weight reports."""
     if "share" in row:
         share = row.pop("share")
         row["speed"] = row.pop("busy_share", share)

@@ -20,7 +20,7 @@ from script import main
 
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
 from lowtide.bench import head
-from lowtide.bench.case import Case
+from lowtide.bench.case import Case, make_case, measure_case
 from lowtide.bench.config import HeadBenchConfig
 from lowtide.bench.harness import Peer, Row, Run
 
@@ -42,12 +42,15 @@ def peers_of(case: Case) -> Iterator[tuple[float, Any, Peer]]:
 
 
 def measure(run: Run) -> None:
+    shapes = run.result["shapes"] = []
     for shape in run.config.shapes:
-        bench, result = head.measure_shape(run, shape)
-        sweep: list[Row] = result.setdefault("sweep", [])
-        for value, plan, peer in peers_of(bench.case):
-            row = head.loss_row(bench, peer) | {"workspace_mib": value, "plan": dataclasses.asdict(plan)}
-            run.add(row, sweep, head.LOSS_TABLE)
+        case = make_case(shape, run.dtype, run.device)
+        shapes.append(entry := Row())
+        measure_case(run, case, entry, rows="table", more=head.of_loss)
+        found = {
+            peer: {"workspace_mib": value, "plan": dataclasses.asdict(plan)} for value, plan, peer in peers_of(case)
+        }
+        measure_case(run, case, entry, found, rows="sweep", more=lambda _, peer, __, found=found: found[peer])
     if importlib.util.find_spec("matplotlib") is not None:
         import plots
 

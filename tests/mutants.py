@@ -519,7 +519,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                "bench/test_commands.py -k own_failure"),
         Mutant("bench/harness.py", "return name in named or", "return",
                "bench/test_commands.py -k own_failure"),
-        Mutant("bench/step.py", "ids.numel() / row", "tokens / row",
+        Mutant("bench/models.py", "ids.numel() / seconds", "ids.shape[1] / seconds",
                "bench/test_step.py -k any_variant"),
     ],
     "profile": [

@@ -37,9 +37,9 @@ PEERS: dict[str, Any] = {kind: module.PEERS for kind, module in MODULES.items()}
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 SIZES = {  # small ones, in the place of an example's
     "head": "--shape 32,8,64",
-    "sweep": "--shape 9,4,30 --tokens 9 18",
+    "sweep": "--shape 9,4,30 --axis D",
     "stats": "--shape 32,8,64",
-    "mlp": "--shape 1,8,4,6,1",
+    "mlp": "--shape 1,8,4,6",
     "step": "--tokens 16 --model small.json",
 }
 SMALL = {  # a run of one case
@@ -49,12 +49,12 @@ SMALL = {  # a run of one case
     "mlp": "--only lowtide-0 naive",
     "step": "--peer stock --policy all",
 }
-MEASURED = {"name", "ms", "limit_ms", "peak_mib"}
+MEASURED = {"name", "ms", "limit_ms", "share", "spread", "tflops", "forward_ms", "kept_mib", "peak_mib"}
 IN_ROWS = {
-    "head": MEASURED | {"share", "spread", "setting", "tokens"},
-    "sweep": MEASURED | {"tflops"},
-    "stats": MEASURED | {"share", "spread"},
-    "mlp": MEASURED | {"gemms", "forward_ms", "backward_ms", "over", "kept_bytes", "again_gb"},
+    "head": MEASURED | {"loss_error", "dx_error", "dw_error"},
+    "sweep": MEASURED | {"loss_error", "dx_error", "dw_error"},
+    "stats": MEASURED | {"errors"},
+    "mlp": MEASURED | {"gemms", "over"},
     "step": {"way", "tokens", "seconds", "spread", "tokens_per_s", "peak_gib", "losses", "attention"},
 }
 
@@ -153,11 +153,10 @@ BAD = {
     },
     "sweep": {
         "--shape all": "--shape: expected one shape",
-        "--tokens 1.5": "argument --tokens: invalid int value",
-        "--hidden 0": "--hidden: expected a whole number of at least 1",
+        "--axis K": "argument --axis: invalid choice: 'K'",
     },
     "stats": {"--work nonsense": "argument --work: invalid choice"},
-    "mlp": {"--shape 1,2,3,4": "--shape: expected llama-8b-8k, "},
+    "mlp": {"--shape 1,2,3": "--shape: expected llama-8b-32k, "},
     "step": {
         "--model nonsense": "--model: expected a folder with a config.json",
         "--tokens 1": "--tokens: expected a whole number of at least 2",
@@ -220,14 +219,14 @@ def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.Capt
     words = [*SMALL[kind].split(), *SIZES[kind].split(), *QUICK]
     assert found["command"] == shlex.join(["lowtide", "bench", kind, *words])
     rows = rows_of(found)
-    assert len(rows) == (4 if kind == "sweep" else 2)
+    assert len(rows) == (10 if kind == "sweep" else 2)
     for row in rows:
         assert IN_ROWS[kind] <= set(row), row
         assert "failed" not in row
     if kind == "step":
         assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-4)
     if kind == "sweep":
-        assert [point["N"] for point in found["points"]] == [9, 18]
+        assert [point["D"] for point in found["points"]] == [4, 1, 2, 8, 16]
         assert rows[0]["tflops"] == pytest.approx(6 * 9 * 4 * 30 / rows[0]["ms"] / 1e9)
     assert capsys.readouterr().out.endswith(f"written: {file.name}\n")
     names = next((f.metadata["names"] for f in dataclasses.fields(CONFIGS[kind]) if f.name == "only"), ())
@@ -237,9 +236,9 @@ def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.Capt
 
 def test_a_sweep_has_each_point_once_around_its_center() -> None:
     config = CONFIGS["sweep"](shape=("16,4,32",))
-    found = [(shape.N, shape.D, shape.V) for shape in config.points]  # type: ignore[attr-defined]
+    found = [(shape.N, shape.D, shape.V) for shape in config.shapes]  # type: ignore[attr-defined]
     assert found[0] == (16, 4, 32)
-    assert len(found) == len(set(found)) == 1 + 6 + 4 + 6  # a 16th, an 8th and a quarter of 4 are 1
+    assert len(found) == len(set(found)) == 1 + 6 + 4 + 6  # a 16th and an 8th of 4 are less than 1
 
 
 def broken(*_: object, **__: object) -> Any:
@@ -273,7 +272,7 @@ def test_status_1_is_of_lowtides_own_failure_and_of_a_named_peer_that_is_not_the
     peers = {key: PEERS[kind][key] for key in ("naive", name)}
     monkeypatch.setattr(MODULES[kind], "PEERS", peers | {name: dataclasses.replace(peers[name], build=build)})
     assert run(kind, *(["--only", name] if named else [])) == status
-    reasons = [row.get("failed", row.get("cannot")) for row in rows_of(result(tmp_path)) if row["name"] == name]
+    reasons = [row.get("failed") for row in rows_of(result(tmp_path)) if row["name"] == name]
     hint = ". pip install trl" if name == "trl" else ""
     texts = {missing: f"cannot be imported: No module named 'peer'{hint}", unsupported: "not here"}
     assert set(reasons) == {texts.get(build, "RuntimeError: broken")}
@@ -331,7 +330,7 @@ def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest
 
 def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert run("sweep", "--vocab", "15", "--only", "lowtide", "naive") == 0
+    assert run("sweep", "--only", "lowtide", "naive") == 0
     (file,) = tmp_path.glob("*-sweep-cpu.json")
     importlib.import_module("plots").main(file)
     assert file.with_name(f"{file.stem}-lines.png").stat().st_size > 20_000

@@ -34,7 +34,7 @@ def test_a_table_has_a_width_for_each_column() -> None:
     row: Row = {"name": "lowtide", "tokens": 64, "ms": 1234.5, "twice": 2469.0}
     assert TABLE.line(row) == "lowtide      641234.50    2,469\n"
     assert TABLE.line({**row, "note": "a", "failed": "b"}) == "lowtide      641234.50    2,469  a; b\n"
-    assert TABLE.line({"name": "naive", "tokens": 64, "cannot": "not here"}) == "naive        64  not here\n"
+    assert TABLE.line({"name": "naive", "tokens": 64, "failed": "not here"}) == "naive        64  not here\n"
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_a_table_has_a_width_for_each_column() -> None:
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nlots"), OUT_OF_MEMORY),
         (AssertionError(), "AssertionError"),
         (RuntimeError("first\nsecond"), "RuntimeError: first"),
-        (RuntimeError("long " * 1000), f"RuntimeError: {'long ' * 37}…"),
+        (RuntimeError("long " * 1000), f"RuntimeError: {'long ' * 37}l"),
     ],
 )
 def test_what_a_peer_raises_is_its_row(error: Exception, reason: str) -> None:
     row: Row = {}
-    with reason_in(row, cannot="cannot"):
+    with reason_in(row):
         raise error
     unable = isinstance(error, UnsupportedError)
-    assert row == ({"cannot": reason, "unsupported": True} if unable else {"failed": reason})
+    assert row == {"failed": reason, **({"unsupported": True} if unable else {})}
     with pytest.raises(KeyboardInterrupt), reason_in(row):
         raise KeyboardInterrupt
 

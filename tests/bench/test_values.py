@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.bench import case as cases
-from lowtide.bench.case import MOST_LOGITS, TABLE, Bench, Case, Values, limit_rows, make_case
+from lowtide.bench.case import MOST_LOGITS, TABLE, Case, Values, limit_rows, make_case, row_of
 from lowtide.bench.config import WORKS
 from lowtide.bench.harness import Peer, Row
 from lowtide.bench.head import PEERS
 from lowtide.bench.mlp import PEERS as MLP_PEERS
-from lowtide.bench.mlp import make_mlps
+from lowtide.bench.mlp import make_mlp
 from lowtide.bench.settings import Shape
 from lowtide.bench.stats import PEERS as STATS_PEERS
-from lowtide.bench.stats import StatsCase, stats_case
+from lowtide.bench.stats import stats_case
 from lowtide.errors import UnsupportedError
+from lowtide.measure.timing import time_side_by_side
 from promises import promise
 from support import relative_error
 
@@ -48,7 +49,7 @@ def loss_in_float64(case: Case, z: Tensor) -> Values:
     return (F.cross_entropy(z, case.y, reduction="none"),)
 
 
-def stats_in_float64(case: StatsCase, z: Tensor) -> Values:
+def stats_in_float64(case: Case, z: Tensor) -> Values:
     distribution = torch.distributions.Categorical(logits=z)
     p = distribution.probs
     values = {
@@ -94,7 +95,7 @@ def test_peers_that_run_here_and_the_exact_result_agree(reference: Any, monkeypa
             function = peer.build(case)
         except (UnsupportedError, ImportError):
             continue
-        got = case.run_of(function)()
+        got = case.step(function)
         for value, true in zip(got, values, strict=True):
             mean = value.dim() == 0
             assert mean == (case.names == ("loss",)), name
@@ -116,16 +117,14 @@ def test_the_limit_runs_the_gemms_that_the_case_needs_and_a_row_has_every_figure
         with FlopCounterMode(display=False) as counter:
             case.bare(rows)
         assert counter.get_total_flops() == case.flops == case.gemms * 2 * N * D * V
-    bench = Bench(case, warm=0, reps=2)
-    row = bench.measure(peers["lowtide"])
+    row = row_of_case(peers["lowtide"], case)
     assert "failed" not in row
     assert row["share"] == pytest.approx(row["limit_ms"] / row["ms"])
     assert set(row["errors"]) == {*case.names, *(("dx", "dw") if case.upstream else ())}
     assert max(row["errors"].values()) < 1e-5
-    assert bench.gradients_mib == pytest.approx(sum(g.numel() for g in gradients if g is not None) * 4 / 2**20)
-    assert row["peak_mib"] >= bench.gradients_mib
+    assert row["peak_mib"] >= sum(g.numel() for g in gradients if g is not None) * 4 / 2**20
     assert case.w.grad is None
-    json.dumps([bench.limits(), row], allow_nan=False)
+    json.dumps(row, allow_nan=False)
     assert f"{row['ms']:.2f}" in TABLE.line(row)
 
 
@@ -136,13 +135,18 @@ def test_rows_of_the_limit_are_2048_4096_and_all() -> None:
     assert limit_rows(8192, MOST_LOGITS) == (2048,)  # there is always one
 
 
+def row_of_case(peer: Peer, case: Case) -> Row:
+    times = partial(time_side_by_side, device="cpu", warm=0, reps=1)
+    return row_of(case, peer, N, case.exact(), times)
+
+
 def measured(function: Callable[[], object], case: Case) -> Row:
-    return Bench(case, warm=0, reps=1).measure(Peer("peer", lambda _: lambda *_: function()))
+    return row_of_case(Peer("peer", lambda _: lambda *_: function()), case)
 
 
 def test_what_is_wrong_is_reported() -> None:
     case = case_of("logprob-entropy")
-    naive = partial(STATS_PEERS["naive"].build(case), *case.arguments)
+    naive = partial(case.call, STATS_PEERS["naive"].build(case))
     assert "shorter" in measured(lambda: naive()[:1], case)["failed"]
     broken = measured(lambda: (naive()[0], (case.x.sum(1) + case.w.sum()) * math.nan), case)
     assert broken["failed"] == "entropy, dx, dw: missing or not finite"
@@ -150,9 +154,9 @@ def test_what_is_wrong_is_reported() -> None:
     assert wrong["errors"]["entropy"] > 0.1 < wrong["errors"]["dw"]
     assert wrong["errors"]["logprob"] < 1e-5
     mean = case_of("mean")
-    naive = partial(PEERS["naive"].build(mean), *mean.arguments)
+    naive = partial(mean.call, PEERS["naive"].build(mean))
     assert max(measured(naive, mean)["errors"].values()) < 1e-5
-    wrong = measured(lambda: N * naive(), mean)
+    wrong = measured(lambda: N * naive()[0], mean)
     assert wrong["errors"]["dw"] == pytest.approx(N - 1, rel=1e-3)
 
 
@@ -171,17 +175,18 @@ def test_a_peer_says_what_it_cannot_do(work: str, name: str, reason: str) -> Non
 
 
 def test_mlps_compute_the_same_and_the_limit_runs_their_gemms() -> None:
-    shape = Shape(name="small", batch=2, seq=8, D=16, F=24, layers=2)
-    stack = make_mlps(shape, torch.float64, torch.device("cpu"))
+    shape = Shape(name="small", batch=2, seq=8, D=16, F=24)
+    case = make_mlp(shape, torch.float64, torch.device("cpu"))
     values = {}
     for name in ("lowtide-0", "lowtide-1", "naive"):
-        layer = MLP_PEERS[name].build(stack)
-        stack.step(layer)
-        values[name] = [stack.forward(layer).detach(), *(leaf.grad for leaf in stack.leaves)]
+        layer = MLP_PEERS[name].build(case)
+        case.step(layer)
+        values[name] = [case.call(layer).detach(), *(leaf.grad for leaf in case.leaves)]
     for name in ("lowtide-0", "lowtide-1"):
         for got, expected in zip(values[name], values["naive"], strict=True):
             torch.testing.assert_close(got, expected)
-    for gemms in (9, 11):
+    for gemms in case.sizes:
         with FlopCounterMode(display=False) as counter:
-            stack.bare(gemms)
-        assert counter.get_total_flops() == 2 * gemms * 2 * 16 * 16 * 24
+            case.bare(gemms)
+        assert counter.get_total_flops() == gemms * 2 * 16 * 16 * 24
+    assert case.flops == 9 * 2 * 16 * 16 * 24

@@ -1,4 +1,5 @@
-"""A case: values computed from hidden states and a head, their exact result, and peers measured beside the limit.
+"""A case: what every peer of a table computes, measured beside the limit, its bare GEMMs, and compared with its exact
+result. One path for all kinds: cases, rows measured interleaved, a table.
 
 N tokens, D hidden size, V vocabulary, K values per token.
 """
@@ -6,7 +7,7 @@ N tokens, D hidden size, V vocabulary, K values per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.bench.config import SEVERAL
 from lowtide.bench.harness import Peer, Row, Run, Table, reason_in, release
-from lowtide.measure.timing import peak_above, time_side_by_side
+from lowtide.measure.timing import Timing, kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import mib
 
 ROWS = 1024  # tokens per chunk wherever wide logits are needed
@@ -27,7 +29,8 @@ MOST_LOGITS = 24 * 2**30  # bytes: more than that is not tried
 BUSY_CYCLES = 20_000_000  # of a GPU's clock that it is kept busy with, about 10 ms: longer than a call's launches take
 
 Values = tuple[Tensor, ...]  # each [N] or [N, K], or 0-d: their mean
-Function = Callable[..., Any]  # of a case's arguments: returns its values, one alone or several as a tuple
+Exact = tuple[list[Tensor], list[Tensor]]  # the values, and the gradients of the leaves; none: they are not compared
+Function = Callable[..., Any]  # what a peer builds for a case: returns its values, one alone or several as a tuple
 
 
 def values_in(found: Any) -> Values:
@@ -37,48 +40,64 @@ def values_in(found: Any) -> Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What every peer of one table computes: the mean cross entropy; subclasses have other values."""
+    """What every peer of one table computes from hidden states, a weight [V, D] and targets: the mean cross entropy, or
+    per token what has a name. Subclasses compute other values, or are modules.
+    """
 
     shape: Any
     name: str = "mean"  # of the table
-    gemms: int = 3  # of 2NDV operations, that it cannot do without; 4: the logits are computed twice
-    x: Tensor  # hidden states [N, D]
-    w: Tensor  # [V, D]
-    y: Tensor  # targets [N]
-    names: tuple[str, ...] = ("loss",)  # of the values
+    names: tuple[str, ...] = ("loss",)  # of the values; empty: a module's output, which is not compared
+    gemms: int = 3  # of a weight, that it cannot do without; 4: the logits are computed twice
+    leaves: tuple[Tensor, ...]  # what gets a gradient: hidden states, the weight, and what a subclass has
+    y: Any = None  # targets [N] or [N, K]
     upstream: Values = ()  # the objective's gradient with respect to each value, of its shape; empty: no gradients
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What a peer's function gets."""
-        return self.x, self.w, self.y
+    def x(self) -> Tensor:
+        """The hidden states [N, D]."""
+        return self.leaves[0]
 
     @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """What gets a gradient: hidden states and weight; a subclass may have a bias behind them."""
-        return self.x, self.w
+    def w(self) -> Tensor:
+        """The weight [V, D]."""
+        return self.leaves[1]
+
+    @property
+    def reduction(self) -> str:
+        """Of the values over the tokens: the loss is a mean, all else per token."""
+        return "mean" if self.names == ("loss",) else "none"
 
     @property
     def flops(self) -> int:
         """Operations of the GEMMs that it cannot do without."""
-        return self.gemms * 2 * self.x.numel() * len(self.w)
+        return self.gemms * 2 * len(self.x) * sum(leaf.numel() for leaf in self.leaves[1:] if leaf.dim() > 1)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What `bare` is tried with: rows of a chunk."""
+        return limit_rows(len(self.x), len(self.w) * self.x.itemsize)
+
+    def call(self, function: Function) -> Any:
+        """Return what a peer's function computes, of a loss per token the mean."""
+        values = values_in(function(self.x, self.w, self.y))
+        return tuple(v.mean() if v.dim() and self.reduction == "mean" else v for v in values)
 
     def values_of(self, z: Tensor, rows: slice) -> Values:
         """Return the values, differentiably, from all logits [rows, V] of some rows."""
-        return (F.cross_entropy(z, self.y[rows], reduction="none"),)
+        return values_of_logits(z, self.y[rows], self.names)
 
     @torch.no_grad()
-    def bare(self, rows: int) -> None:
-        """Run those GEMMs, in chunks of so many rows.
+    def bare(self, size: int) -> None:
+        """Run the GEMMs, in chunks of so many rows.
 
         With gradients: logits ``z = x W^T`` (twice, where the upstream gradient is known in backward only),
         ``dX = z W`` and ``dW += z^T x``. z takes the place of its gradient, which has the same shape. dW is summed in
         its own dtype, which is the least work.
         """
         x, w = self.x.detach(), self.w.detach()
-        logits_CV = x.new_empty(min(rows, len(x)), len(w))
+        logits_CV = x.new_empty(min(size, len(x)), len(w))
         dx, dw = torch.empty_like(x), torch.empty_like(w)
-        for chunk in blocks(len(x), rows):
+        for chunk in blocks(len(x), size):
             z = logits_CV[: chunk.stop - chunk.start]
             for _ in range(2 if self.gemms == 4 else 1):
                 torch.mm(x[chunk], w.T, out=z)
@@ -91,23 +110,23 @@ class Case:
         for leaf in self.leaves:
             leaf.grad = None
 
-    def run_of(self, function: Function) -> Callable[[], Values]:
-        """Return what is measured of a function, forward and, where there are gradients, backward: it returns the
-        values. A mean's upstream gradient is 1.
+    def forward(self, function: Function) -> Values:
+        """Run a peer's function, with a graph where there are gradients."""
+        with torch.set_grad_enabled(bool(self.upstream)):
+            return values_in(self.call(function))
+
+    def step(self, function: Function) -> Values:
+        """Run forward and, where there are gradients, backward; return the values that have names. A mean's upstream
+        gradient is 1.
         """
+        self.clear()
+        values = self.forward(function)
+        if self.upstream:
+            ups = [up.to(v.dtype) if v.dim() else None for up, v in zip(self.upstream, values, strict=True)]
+            torch.autograd.backward(values, ups)
+        return tuple(value.detach() for value in values if self.names)
 
-        def run() -> Values:
-            self.clear()
-            with torch.set_grad_enabled(bool(self.upstream)):
-                values = values_in(function(*self.arguments))
-            if self.upstream:
-                ups = [up.to(v.dtype) if v.dim() else None for up, v in zip(self.upstream, values, strict=True)]
-                torch.autograd.backward(values, ups)
-            return tuple(value.detach() for value in values)
-
-        return run
-
-    def exact(self) -> tuple[list[Tensor], list[Tensor]]:
+    def exact(self) -> Exact:
         """Return each value in float64, from GEMMs in the next wider dtype, and the leaves' gradients in that dtype,
         if there are gradients.
         """
@@ -120,6 +139,21 @@ class Case:
                 torch.autograd.backward(values, [up[rows].double() for up in self.upstream])
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         return [torch.cat(value) for value in zip(*parts, strict=True)], gradients
+
+
+def values_of_logits(z: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
+    """Return the values of those names from all logits [N, V] and targets [N] or [N, K]."""
+    logprobs = z.log_softmax(-1) if {"logprob", "entropy", "sum_sq_prob"} & {*names} else z
+    functions: dict[str, Callable[[], Tensor]] = {
+        "loss": lambda: F.cross_entropy(z, y, reduction="none"),
+        "logprob": lambda: logprobs.gather(-1, y.view(len(y), -1)).view_as(y),
+        "entropy": lambda: -(logprobs.exp() * logprobs).sum(-1),
+        "lse": lambda: z.logsumexp(-1),
+        "mean_logit": lambda: z.mean(-1),
+        "sum_sq_prob": lambda: logprobs.exp().square().sum(-1),
+        "topk": lambda: z.topk(min(SEVERAL, z.shape[-1])).values,
+    }
+    return tuple(functions[name]() for name in names)
 
 
 def make_case(shape: Any, dtype: torch.dtype, device: str | torch.device, *, seed: int = 0) -> Case:
@@ -139,8 +173,7 @@ def make_case(shape: Any, dtype: torch.dtype, device: str | torch.device, *, see
 def loss_case(shape: Any, x: Tensor, w: Tensor, y: Tensor) -> Case:
     """Return the case of the mean loss and both gradients."""
     upstream = torch.full((len(x),), 1 / len(x), device=x.device)
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    return Case(shape=shape, x=x, w=w, y=y, upstream=(upstream,))
+    return Case(shape=shape, leaves=tuple(t.detach().requires_grad_() for t in (x, w)), y=y, upstream=(upstream,))
 
 
 def blocks(N: int, rows: int) -> Iterator[slice]:
@@ -151,8 +184,8 @@ def blocks(N: int, rows: int) -> Iterator[slice]:
 
 def limit_rows(N: int, row_bytes: int) -> tuple[int, ...]:
     """Return the rows per chunk that are tried: 2048, 4096 and N, but none above N or too large to hold."""
-    rows = sorted({min(c, N) for c in (*CHUNKS, N)})
-    return tuple(c for c in rows if c * row_bytes <= MOST_LOGITS or c == rows[0])
+    fit = tuple(c for c in (*CHUNKS, N) if c <= N and c * row_bytes <= MOST_LOGITS)
+    return fit or (min(CHUNKS[0], N),)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
@@ -167,102 +200,103 @@ def relative_error(got: Tensor, true: Tensor) -> float:
     return float(norm(difference) / norm(true))
 
 
-class Bench:
-    """A case on which peers are measured, each interleaved with the bare GEMMs.
+TABLE = Table(
+    {
+        "name": "<24", "forward_ms": "11.2f", "ms": "9.2f", "share": "7.3f", "busy_ms": "9.2f", "busy_share": "11.3f",
+        "kept_mib": "10.1f", "peak_mib": "10.1f",
+    },
+    lambda row: [f"{name} off by {error:.1e}" for name, error in row.get("errors", {}).items()],
+)  # fmt: skip
+Times = Callable[..., dict[str, Timing]]  # `time_side_by_side` of some functions
+More = Callable[[Case, Peer, Row], Row]
+
+
+def limit_of(case: Case, times: Times) -> Row:
+    """Return the milliseconds of the bare GEMMs by size (``rows`` of a chunk), the size of the least, and its rate."""
+    timings = times({str(size): partial(case.bare, size) for size in case.sizes})
+    by_size = {int(size): timing.median_ms for size, timing in timings.items()}
+    best = min(by_size, key=by_size.__getitem__)
+    return {"ms": by_size[best], "rows": best, "ms_by_rows": by_size, "tflops": case.flops / by_size[best] / 1e9}
+
+
+def row_of(case: Case, peer: Peer, size: int, exact: Exact, times: Times) -> Row:
+    """Return a peer's row, measured interleaved with the bare GEMMs of that size, or the reason where it fails.
 
     A row has ``ms``, the median time, and ``limit_ms``, that of the bare GEMMs in the same rounds; ``share``, the
-    second over the first; ``spread``, the slowest round over the fastest, less 1; on a GPU the same four with ``busy_``
-    before them; ``peak_mib``, the most memory at once above the inputs, gradients included; and ``errors``: of each
-    value by name, the absolute difference, its mean over the tokens; ``dx``, ``dw`` and ``db``, the relative errors of
-    the gradients.
+    second over the first; ``spread``, the slowest round over the fastest, less 1; ``tflops``, the rate of the work that
+    the GEMMs need, whatever a peer computes besides; ``forward_ms``; on a GPU the same with ``busy_`` before them;
+    ``kept_mib``, what is alive after forward, hidden states included, weights and values not; ``peak_mib``, the most
+    memory at once above the inputs, gradients included; and ``errors``: of each value by name, the absolute difference,
+    its mean over the tokens; ``dx``, ``dw`` and ``db``, the relative errors of the gradients.
 
     The first reading is of an idle GPU, which waits for the host's launches; in the busy one the GPU has other work
     while the host launches, as in training.
-
-    Attributes:
-        limit: milliseconds of the bare GEMMs by rows of a chunk, of which ``best_rows`` takes the least, ``limit_ms``.
-        gradients_mib: size of the gradients that are returned, which is in every peak.
     """
-
-    def __init__(self, case: Case, *, warm: int, reps: int) -> None:
-        self.case, self.device = case, case.x.device
-        self.times = partial(time_side_by_side, device=self.device, warm=warm, reps=reps)
-        self.exact, self.exact_gradients = case.exact()
-        self.gradients_mib = mib(sum(leaf.nbytes for leaf in case.leaves if case.upstream))
-        release(self.device)
-        rows = limit_rows(len(case.x), len(case.w) * case.x.itemsize)
-        timings = self.times({str(c): partial(case.bare, c) for c in rows})
-        self.limit = {int(c): timing.median_ms for c, timing in timings.items()}
-        self.best_rows, self.limit_ms = min(self.limit.items(), key=lambda limit: limit[1])
-        self.tflops = case.flops / self.limit_ms / 1e9
-
-    def limits(self, prefix: str = "") -> Row:
-        """Return the limit as a result has it; the prefix begins the keys of times and rows."""
-        limits = {"ms": self.limit_ms, "rows": self.best_rows, "ms_by_rows": self.limit}
-        return {f"{prefix}{key}": value for key, value in limits.items()} | {"tflops": self.tflops}
-
-    def title(self) -> str:
-        """Return the shape, the setting and the limit."""
-        tried = ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in self.limit.items())
-        return (
-            f"\n{self.case.shape} {self.case.x.dtype}, {self.case.name}: the bare GEMMs take {tried}"
-            f" ({self.tflops:.3g} TFLOP/s); gradients {self.gradients_mib:.1f} MiB\n"
-        )
-
-    def measure(self, peer: Peer) -> Row:
-        """Return a peer's row, with the reason where it fails."""
-        row: Row = {"name": peer.name}
-        with reason_in(row, package=peer.package):
-            self._fill(row, self.case.run_of(peer.build(self.case)))
-        self.case.clear()
-        with suppress(RuntimeError):  # an illegal access by a kernel takes the GPU from a process
-            release(self.device)
-        return row
-
-    def _fill(self, row: Row, run: Callable[[], Values]) -> None:
-        functions: dict[str, Callable[[], object]] = {"limit": partial(self.case.bare, self.best_rows), "peer": run}
-        busy = {"busy_": partial(torch.cuda._sleep, BUSY_CYCLES)} if self.device.type == "cuda" else {}
+    row: Row = {"name": peer.name}
+    with reason_in(row, peer.package):
+        function = peer.build(case)
+        forward, step = partial(case.forward, function), partial(case.step, function)
+        busy = {"busy_": partial(torch.cuda._sleep, BUSY_CYCLES)} if case.x.is_cuda else {}
         for prefix, behind in {"": None, **busy}.items():
-            timings = self.times(functions, behind=behind)
-            ms, limit_ms = timings["peer"].median_ms, timings["limit"].median_ms
-            reading = {"ms": ms, "spread": timings["peer"].spread, "limit_ms": limit_ms, "share": limit_ms / ms}
+            timings = times({"limit_": partial(case.bare, size), "forward_": forward, "": step}, behind=behind)
+            reading = {f"{of}ms": timing.median_ms for of, timing in timings.items()}
+            ms, limit_ms = reading["ms"], reading["limit_ms"]
+            reading |= {"spread": timings[""].spread, "share": limit_ms / ms, "tflops": case.flops / ms / 1e9}
             row |= {f"{prefix}{key}": value for key, value in reading.items()}
-        self.case.clear()
+        case.clear()
+        outputs = sum(value.nbytes for value in case.upstream)
+        row["kept_mib"] = mib(kept_above(forward, case.x.device) + case.x.nbytes - outputs)
         values: list[Tensor] = []
-        row["peak_mib"] = mib(peak_above(lambda: values.extend(run()), self.device))
-        errors = self._errors(values)
+        row["peak_mib"] = mib(peak_above(lambda: values.extend(step()), case.x.device))
+        errors = {
+            name: (value.double() - (true if value.dim() else true.mean())).abs().mean().item()
+            for name, value, true in zip(case.names, values, exact[0], strict=True)
+        }
+        for name, leaf, true in zip(("dx", "dw", "db"), case.leaves, exact[1], strict=False):
+            errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, true)
         row["errors"] = {name: error for name, error in errors.items() if math.isfinite(error)}
         if missing := [name for name in errors if name not in row["errors"]]:
             row["failed"] = f"{', '.join(missing)}: missing or not finite"
-
-    def _errors(self, values: list[Tensor]) -> dict[str, float]:
-        """Return the errors of a peer's values and gradients, by name; NaN for a gradient that is missing."""
-        errors = {
-            name: (value.double() - (true if value.dim() else true.mean())).abs().mean().item()
-            for name, value, true in zip(self.case.names, values, self.exact, strict=True)
-        }
-        for name, leaf, true in zip(("dx", "dw", "db"), self.case.leaves, self.exact_gradients, strict=False):
-            errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, true)
-        return errors
+    case.clear()
+    with suppress(RuntimeError):  # an illegal access by a kernel takes the GPU from a process
+        release(case.x.device)
+    return row
 
 
-TABLE = Table(
-    {"name": "<24", "ms": "9.2f", "share": "7.3f", "busy_ms": "9.2f", "busy_share": "11.3f", "peak_mib": "10.1f"},
-    lambda row: [f"{name} off by {error:.1e}" for name, error in row.get("errors", {}).items()],
-)
+def measure_case(
+    run: Run, case: Case, entry: Row, peers: Iterable[Peer] = (), *, rows: str = "rows", table: Table = TABLE,
+    more: More = lambda *_: {},
+) -> None:  # fmt: skip
+    """Measure a case by the peers, without any by the chosen ones of the run, and print the table.
+
+    ``entry`` gets what the result has of the case, and under the key ``rows`` a row of each peer, with what ``more`` of
+    case, peer and row adds. ``gradients_mib`` is the size of the gradients that are returned, which is in every peak.
+    """
+    times = partial(time_side_by_side, device=run.device, **run.rounds)
+    exact, gradients_mib = case.exact(), mib(sum(leaf.nbytes for leaf in case.leaves if case.upstream))
+    release(run.device)
+    limit = limit_of(case, times)
+    entry |= {**vars(case.shape), "work": case.name, "tokens": len(case.x), "gradients_mib": gradients_mib, rows: []}
+    entry |= {"limits": [limit], **{f"limit_{key}": value for key, value in limit.items()}}
+    about = f"{limit['ms']:.2f} ms, {limit['tflops']:.3g} TFLOP/s; gradients {gradients_mib:.1f} MiB"
+    run.say(f"\n{case.shape} {run.dtype_name}, {case.name}: the bare GEMMs take {about}\n{table.header}")
+    for peer in peers or run.chosen:
+        row = row_of(case, peer, limit["rows"] if case.names else peer.gemms, exact, times)
+        run.add(row | more(case, peer, row), entry[rows], table)
 
 
-def measure_cases(run: Run, cases: Callable[[Run, Any], Iterator[Case]]) -> None:
-    """Measure a run's ``cases`` of each shape by its peers."""
+def measure_shapes(run: Run, make: Callable[..., Case], *, entries: str = "shapes", **how: Any) -> None:
+    """Measure the case that ``make`` returns of each shape, as `measure_case` does."""
+    run.result[entries] = [{} for _ in run.config.shapes]
+    for shape, entry in zip(run.config.shapes, run.result[entries], strict=True):
+        measure_case(run, make(shape, run.dtype, run.device), entry, **how)
+
+
+def measure_cases(run: Run, cases: Callable[[Run, Any], Iterable[Case]]) -> None:
+    """Measure several cases of each shape: a table for each."""
     shapes = run.result["shapes"] = []
-    run.result |= run.rounds
     for shape in run.config.shapes:
-        tables: list[Row] = []
-        shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
+        shapes.append({**vars(shape), "tables": []})
         for case in cases(run, shape):
-            bench, rows = Bench(case, **run.rounds), list[Row]()
-            about = {"work": case.name, "gradients_mib": bench.gradients_mib, "rows": rows}
-            tables.append(bench.limits("limit_") | about)
-            run.fill(rows, bench.title(), TABLE, bench.measure)
-            del bench, case  # its exact values, before the next are computed
-        release(run.device)
+            shapes[-1]["tables"].append(entry := Row())
+            measure_case(run, case, entry)

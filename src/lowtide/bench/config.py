@@ -28,18 +28,15 @@ WORKS: dict[str, tuple[str, tuple[str, ...], int]] = {  # of stats: title, value
 }
 """A policy that is trained, with and without an entropy bonus and on several candidates, and one that only scores."""
 MLP_PEERS = ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")
-MLP_SIZES = ("batch", "seq", "D", "F", "layers")
+MLP_SIZES = ("batch", "seq", "D", "F")
 MLPS = {
-    "llama-8b-8k": (1, 8192, 4096, 14336, 1),
-    "llama-8b-32k": (1, 32768, 4096, 14336, 1),
-    "llama-70b-8k": (1, 8192, 8192, 28672, 1),
-    "llama-70b-32k": (1, 32768, 8192, 28672, 1),
+    "llama-8b-32k": (1, 32768, 4096, 14336),
+    "llama-70b-8k": (1, 8192, 8192, 28672),
 }
 STEP_PEERS = (
     "liger", "liger:attention", "liger:all", "stock", "stock:attention", "stock:all", "compile", "compile:all",
 )  # fmt: skip
-AXES = {"tokens": "N", "hidden": "D", "vocab": "V"}  # of the sweep, by option
-AROUND = tuple(2.0**k for k in range(-4, 3))  # times the shape's own size, where no sizes are given
+AROUND = tuple(2.0**k for k in range(-4, 3))  # of the sweep: times the shape's own size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,33 +63,27 @@ class HeadBenchConfig(ShapeSettings):
 class SweepBenchConfig(HeadBenchConfig):
     """Rate, peak memory and errors of linear + cross entropy, forward and backward, over the number of tokens N, the
     hidden size D and the vocabulary V, each with the other two fixed: lowtide bench head, shape by shape. The rate is
-    6NDV over the time for every peer. Without sizes for an axis, all three have powers of two times the shape's own,
-    from a 16th to 4. The result is written after each row.
+    6NDV over the time for every peer. An axis has powers of two times the shape's own size, from a 16th to 4. The
+    result is written after each row.
     """
 
     benchmark, summary = "sweep", "the same over tokens, hidden size and vocabulary"
     examples: ClassVar = {
         "": "around 16384 tokens, hidden size 2048, vocabulary 131072",
-        "--tokens 1024 2048 4096 8192 --vocab 8192 32768 131072": "two lines of your own",
+        "--shape 8192,4096,128256 --axis V --only lowtide liger": "the vocabulary around a shape of your own",
         "--shape 256,64,2048 --device cpu": "a small run without a GPU",
     }
 
-    tokens: tuple[int, ...] = setting((), "numbers of tokens N, with the shape's D and V", metavar="N", least=1)
-    hidden: tuple[int, ...] = setting((), "hidden sizes D, in the same way", metavar="D", least=1)
-    vocab: tuple[int, ...] = setting((), "sizes of the vocabulary V, in the same way", metavar="V", least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("shape", len(self.shapes) == 1, "one shape, where the lines cross")
+    axis: tuple[str, ...] = setting(("N", "D", "V"), "sizes that vary, one at a time", metavar="AXIS", names="NDV")
 
     @property
-    def points(self) -> list[Shape]:
+    def shapes(self) -> list[Shape]:
         """All shapes, the one where the lines cross first."""
-        center, sizes = self.shapes[0], {letter: getattr(self, axis) for axis, letter in AXES.items()}
-        if not any(sizes.values()):
-            sizes = {n: [max(1, int(getattr(center, n) * times)) for times in AROUND] for n in sizes}
-        points = dict.fromkeys((n, size) for n in sizes for size in sizes[n] if size != getattr(center, n))
-        return [center, *(Shape(**{**vars(center), "name": f"{n}={size}", n: size}) for n, size in points)]
+        center, *more = super().shapes
+        self.require("shape", not more, "one shape, where the lines cross")
+        sizes = {axis: [int(vars(center)[axis] * times) for times in AROUND if times != 1] for axis in self.axis}
+        points = [{"name": f"{axis}={size}", axis: size} for axis in sizes for size in sizes[axis] if size]
+        return [center, *(Shape(**{**vars(center), **point}) for point in points)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +112,16 @@ class StatsBenchConfig(ShapeSettings):
 @dataclass(frozen=True, kw_only=True)
 class MlpBenchConfig(ShapeSettings):
     """Time and memory of the gated MLP, forward and backward, at both levels of swiglu_mlp and of every peer that can
-    be imported, interleaved in one process with the limit: the bare GEMMs, 9 per layer, or 11 where gate and up are
-    recomputed. "kept" is saved for backward, the input included; peaks are above input and weights and include the
-    gradients; "all" counts everything, "again" the same of a step that adds to the gradients of the one before. A peer
-    that fails is a row with the reason.
+    be imported, interleaved in one process with the limit: the bare GEMMs, 9, or 11 where gate and up are recomputed.
+    "kept" is alive after forward, the input included; peaks are above input and weights and include the gradients. A
+    peer that fails is a row with the reason.
     """
 
     benchmark, summary, sizes, named = "mlp", "the gated MLP", MLP_SIZES, MLPS
     examples: ClassVar = {
-        "--shape all": "a layer of a Llama of 8B and of 70B, at 8192 and 32768 tokens",
-        "--shape 16,512,1024,4096,3 --dtype float32": "three layers of your own sizes",
-        "--shape 2,64,32,96,2 --device cpu": "a small run without a GPU",
+        "--shape all": "a layer of a Llama of 8B at 32768 tokens, and of 70B at 8192",
+        "--shape 16,512,1024,4096 --dtype float32": "your own sizes",
+        "--shape 2,64,32,96 --device cpu": "a small run without a GPU",
     }
 
     shape: tuple[str, ...] = shape_setting("llama-8b-32k", MLP_SIZES, MLPS)

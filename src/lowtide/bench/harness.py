@@ -9,13 +9,13 @@ import contextlib
 import datetime as dt
 import gc
 import importlib
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Peer:
     name: str  # of its row
     build: Callable[[Any], Any]
     package: str = ""  # the distribution it comes in, for its version; empty where that is torch's or lowtide's
-    gemms: int = 9  # per layer of an MLP, that it cannot do without
+    gemms: int = 9  # per layer of a module, that it cannot do without
 
 
 def by_name(*peers: Peer) -> dict[str, Peer]:
@@ -78,8 +78,8 @@ class Table:
     def line(self, row: Row) -> str:
         """Return a row as text: its figures, blanks for what it has not, and why it failed."""
         cells = (" " * _width(spec) if row.get(k) is None else format(row[k], spec) for k, spec in self.columns.items())
-        notes = self.notes(row) + [row[key] for key in ("failed", "cannot") if key in row]
-        return f"{''.join(cells).rstrip()}  {'; '.join(notes)}".rstrip() + "\n"
+        notes = "; ".join([*self.notes(row), row.get("failed", "")]).strip("; ")
+        return f"{''.join(cells).rstrip()}  {notes}".rstrip() + "\n"
 
 
 def _width(spec: str) -> int:
@@ -103,7 +103,7 @@ def begin(
             raise PermissionError("it cannot be written")
     except OSError as error:
         raise ArgumentValueError(message("output", "a folder that can be written", f"{root} ({error})")) from error
-    names = (root / f"{today}-{benchmark}-{short}{end}.json" for end in ("", *(f"-{i}" for i in range(2, 1000))))
+    names = (root / f"{today}-{benchmark}-{short}{f'-{i}' * (i > 1)}.json" for i in itertools.count(1))
     file = next(name for name in names if not name.exists())
     command = re.sub(r" --output[ =]\S+", "", command)
     return file, {"command": command, "date": today, "commit": source_commit(), "machine": machine}
@@ -126,9 +126,11 @@ def replace(target: Path, write: Callable[[Path], object]) -> None:
 
 
 class Run:
-    """A benchmark under way: its settings, peers by name, the device, and the dtype of its inputs. ``result`` is what
-    ``file`` holds: what `begin` returns, with the versions of the settings' and the peers' packages, and what the
-    benchmark adds. ``status`` is the exit status: 1 after a row that `is_failure`.
+    """A benchmark under way: its config, peers by name, the device, and the dtype of its inputs.
+
+    ``settings`` are the config's, all but the folder, with the chosen device and dtype; ``rounds`` the numbers of
+    rounds. ``result`` is what ``file`` holds: what `begin` returns, with the versions of the settings' and the peers'
+    packages, and what the benchmark adds. ``status`` is the exit status: 1 after a row that `is_failure`.
 
     Raises:
         UnsupportedError: there is no such device.
@@ -146,23 +148,16 @@ class Run:
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         packages = [*config.packages, *(peer.package for peer in peers.values())]
         self.file, self.result = begin(config.output, config.benchmark, command, self.device, packages)
+        self.rounds = {key: vars(config)[key] for key in ("warm", "reps") if key in vars(config)}
+        self.result |= {"dtype": self.dtype_name, **self.rounds}
+
+        chosen = {"device": self.device.type, "dtype": self.dtype_name}
+        self.settings = {key: value for key, value in (vars(config) | chosen).items() if key != "output"}
 
     @property
-    def rounds(self) -> dict[str, Any]:
-        """The numbers of rounds, as results have them: ``warm``, which do not count, and ``reps``."""
-        return {"warm": self.config.warm, "reps": self.config.reps}
-
-    @property
-    def settings(self) -> Row:
-        """The settings for a process of its own, with the chosen device and dtype."""
-        return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
-
-    def fill(self, rows: list[Row], title: str, table: Table, measure: Callable[[Peer], Row]) -> None:
-        """Add the row of each chosen peer to a list of the result, under a title."""
-        self.say(title + table.header)
-        for name, peer in self.peers.items():
-            if not self.config.only or name in self.config.only:
-                self.add(measure(peer), rows, table)
+    def chosen(self) -> list[Peer]:
+        """The peers that are measured."""
+        return [peer for name, peer in self.peers.items() if not self.config.only or name in self.config.only]
 
     def add(self, row: Row, rows: list[Row], table: Table) -> None:
         """Append a row to a list of the result, print it and write the result."""
@@ -178,7 +173,7 @@ def run_benchmark(
     config: Any,
     say: Callable[[str], object],
     command: str,
-    peers: Mapping[str, Peer] = MappingProxyType({}),
+    peers: Mapping[str, Peer],
 ) -> int:
     """Run a benchmark, say where its result is, also after Ctrl-C, and return the exit status; see `Run`."""
     run = Run(config, say, command, peers)
@@ -197,24 +192,24 @@ def is_failure(row: Row, named: Iterable[str] = ()) -> bool:
     that cannot be imported and was requested by name.
     """
     name = next((str(row[key]) for key in ("name", "way", "peer") if key in row), "")
+    ours = name.startswith(LOWTIDE)
     if "missing" in row:
-        return name in named or name.startswith(LOWTIDE)
-    failed = not row.get("failed", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY)
-    return failed and "unsupported" not in row and name.startswith(LOWTIDE)
+        return name in named or ours
+    return ours and "unsupported" not in row and not row.get("failed", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY)
 
 
 @contextlib.contextmanager
-def reason_in(row: Row, *, package: str = "", cannot: str = "failed") -> Iterator[None]:
-    """Catch a peer's error as its row's ``failed``, and under the key ``cannot`` that it does not do the case, or that
-    its package cannot be imported: the row is then ``unsupported``, and in the latter case ``missing``.
+def reason_in(row: Row, package: str = "") -> Iterator[None]:
+    """Catch a peer's error as its row's ``failed``. One that does not do the case, or whose package cannot be imported,
+    is ``unsupported``, and in the latter case ``missing``.
     """
     try:
         yield
     except UnsupportedError as error:
-        row |= {cannot: str(error), "unsupported": True}
+        row |= {"failed": str(error), "unsupported": True}
     except ImportError as error:
         hint = f". pip install {package}" if package else ""
-        row |= {cannot: f"cannot be imported: {error}{hint}", "unsupported": True, "missing": True}
+        row |= {"failed": f"cannot be imported: {error}{hint}", "unsupported": True, "missing": True}
     except Exception as error:
         row["failed"] = reason_of(error)
 
@@ -223,8 +218,7 @@ def reason_of(error: Exception) -> str:
     """Return an error as one line that is not too long."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
-    return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:REASON_LENGTH].rstrip(": ")
 
 
 def release(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The head's benchmark: for each shape a table of peers, which are imported when their turn comes.
+"""The head's benchmark, and the peers of all tables of a head: they are imported when their turn comes.
 
 N tokens, D hidden size, V vocabulary.
 """
@@ -18,35 +18,47 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.bench.case import TABLE, Bench, Case, Function, Values, make_case, values_in
-from lowtide.bench.harness import Peer, Row, Run, Table, by_name, compiled, gpu_module, release
+from lowtide.bench.case import Case, Function, Values, make_case, measure_shapes, values_in, values_of_logits
+from lowtide.bench.config import HEAD_PEERS, SEVERAL
+from lowtide.bench.harness import Peer, Row, by_name, compiled, gpu_module
 from lowtide.bench.variant import LIGER, LOWTIDE
 from lowtide.errors import UnsupportedError
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.plan import plan_head
+from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
-IGNORED, ENTROPY = -100, "entropy"
+Build = Callable[[Case], Function]
+IGNORED = -100
 CHUNKS = 8  # of tokens, in the forms that users write
-CCE = ("cut_cross_entropy", "linear_cross_entropy")
-LIGER_LOSS = ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
 TRL_COLUMNS = 32768  # classes of the logits that TRL 1.16 holds at a time
-LOSS_TABLE = Table(
-    {**TABLE.columns, **dict.fromkeys(("loss_error", "dx_error", "dw_error"), "12.1e")},
-    lambda row: ["{backend}, {chunks} x {chunk_rows} rows".format(**row["plan"])] if "plan" in row else [],
-)
 
 
-def checkpointed(of_logits: Callable[[Tensor, Tensor], Any], x: Tensor, w: Tensor, y: Tensor) -> list[Any]:
-    """Return the function of each chunk's logits [C, V] and targets, its projection recomputed: one chunk's logits at a
-    time in memory.
-    """
-    parts = zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)
-    return [checkpoint(lambda x, y: of_logits(x @ w.T, y), x, y, use_reentrant=False) for x, y in parts]
+def _lowtide(case: Case) -> Function:
+    if len(case.names) == 1 and case.names[0] in ("loss", "logprob"):
+        return linear_cross_entropy if case.names == ("loss",) else linear_logprobs
+    topk = min(SEVERAL, len(case.w)) if "topk" in case.names else None
+
+    def run(x: Tensor, w: Tensor, y: Tensor) -> Values:
+        stats: Any = linear_token_stats(x, w, y, want=case.names, topk=topk)
+        return tuple(stats.topk.values if name == "topk" else getattr(stats, name) for name in case.names)
+
+    return run
 
 
-def summed_loss(z: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of the tokens' cross entropies from logits in their own dtype, upcast here."""
-    return F.cross_entropy(z.float(), y, reduction="sum")
+def naive(case: Case) -> Function:
+    """Return what most write: the values from all logits, upcast."""
+    return lambda x, w, y: values_of_logits((x @ w.T).float(), y, case.names)
+
+
+def _checkpointed(case: Case) -> Function:
+    """In chunks of tokens, the projection of each recomputed: one chunk's logits at a time in memory."""
+    function = partial(checkpoint, naive(case), use_reentrant=False)
+
+    def run(x: Tensor, w: Tensor, y: Tensor) -> Values:
+        parts = [function(x, w, y) for x, y in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+    return run
 
 
 class GradientsInForward(torch.autograd.Function):
@@ -56,11 +68,11 @@ class GradientsInForward(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         """Return the mean."""
         x, w, total = x.detach().requires_grad_(), w.detach().requires_grad_(), torch.zeros((), device=x.device)
-        for rows in torch.arange(len(y)).chunk(CHUNKS):
-            with torch.enable_grad():
-                loss = summed_loss(x[rows] @ w.T, y[rows]) / len(y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with torch.enable_grad():
+            for rows in torch.arange(len(y)).chunk(CHUNKS):
+                loss = F.cross_entropy((x[rows] @ w.T).float(), y[rows], reduction="sum") / len(y)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         ctx.save_for_backward(x.grad, w.grad)
         return total
 
@@ -70,32 +82,41 @@ class GradientsInForward(torch.autograd.Function):
         return *(gradient * upstream for gradient in ctx.saved_tensors), None
 
 
-def naive(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """Return the loss as most write it, from all logits."""
-    return F.cross_entropy((x @ w.T).float(), y)
+def _losses(build: Build, *more: str) -> Build:
+    """Return what builds, of a function that computes each token's loss and ``more``, a case's values: a loss, or a
+    log-probability, and the others.
+    """
+
+    def of_case(case: Case) -> Function:
+        if case.y.dim() > 1 or not {"loss", "logprob", *more}.issuperset(case.names):
+            raise UnsupportedError(f"computes {' and '.join(('logprob', *more))} of one target a token alone")
+        function = build(case)
+
+        def run(x: Tensor, w: Tensor, y: Tensor) -> Values:
+            loss, *others = values_in(function(x, w, y))
+            return (-loss if "logprob" in case.names else loss), *others
+
+        return run
+
+    return of_case
 
 
-def in_chunks(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """Return the loss from checkpointed chunks."""
-    return torch.stack(checkpointed(summed_loss, x, w, y)).sum() / len(y)
-
-
-def torch_loss(_: Case) -> Function:
-    """Return PyTorch's own, with its own choice of chunks."""
-    if not hasattr(F, "linear_cross_entropy"):
-        raise UnsupportedError(f"torch {torch.__version__} has no linear_cross_entropy. Install torch 2.13 or newer")
-    return F.linear_cross_entropy
-
-
-def on_cuda(module: str, function: str, **options: Any) -> Callable[[Case], Function]:
+def _on_gpu(module: str, function: str, **options: Any) -> Build:
     """Return what imports a package's loss for GPUs, with these keyword arguments."""
-    return lambda case: partial(getattr(gpu_module(case, module), function), **options)
+    return lambda case: partial(getattr(gpu_module(case, module), function), reduction=case.reduction, **options)
+
+
+def _torch(case: Case) -> Function:
+    """PyTorch's own, of torch 2.13 and newer, with its own choice of chunks."""
+    from torch.nn.functional import linear_cross_entropy
+
+    return partial(linear_cross_entropy, reduction=case.reduction)
 
 
 def _quack(case: Case) -> Function:
     # 0.6.5 takes no chunks of as many rows as the hidden size has numbers
-    options: Any = {"reduction": "mean"} | ({"chunk_size": 2048} if case.shape.D == 4096 else {})
-    return on_cuda("quack.linear_cross_entropy", "chunked_linear_cross_entropy", **options)(case)
+    options = {"chunk_size": 2048} if case.shape.D == 4096 else {}
+    return _on_gpu("quack.linear_cross_entropy", "chunked_linear_cross_entropy", **options)(case)
 
 
 def _liger_sm90(case: Case) -> Function:
@@ -103,10 +124,17 @@ def _liger_sm90(case: Case) -> Function:
     return lambda x, w, y: module.LigerFusedLinearCrossEntropySM90Function.apply(x, w, y, IGNORED, "mean")
 
 
-def liger_native(case: Case) -> Function:
-    """Return Liger's native function, from liger-cute-kernels, on a group of this process alone: each token's loss, and
-    its entropy where the case has that.
-    """
+def _liger_scaled(case: Case) -> Function:
+    """Liger's CuTe kernels for Hopper; elsewhere it would silently run plain PyTorch in chunks."""
+    module = gpu_module(case, "liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    if torch.cuda.get_device_capability(case.x.device) != (9, 0):
+        raise UnsupportedError("its kernels are for GPUs of compute capability 9.0")
+    apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
+    return lambda x, w, y: apply(x, w, y, 1.0, IGNORED, 1, "entropy" in case.names)
+
+
+def _liger_native(case: Case) -> Function:
+    """Liger's native function, from liger-cute-kernels, on a group of this process alone."""
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast: there is one rank
     os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     native = gpu_module(case, "liger_cute_kernels")
@@ -117,13 +145,12 @@ def liger_native(case: Case) -> Function:
     native.configure(flsce=native.FusedLinearCrossEntropyConfig(**sizes))
     module: Any = importlib.import_module("liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp")
     apply = module.LigerFusedLinearScaledCrossEntropyNativeTPFunction.apply
-    return lambda x, w, y: apply(x, w, y, 0, 1.0, IGNORED, 1, ENTROPY in case.names, None)
+    return lambda x, w, y: apply(x, w, y, 0, 1.0, IGNORED, 1, "entropy" in case.names, None)
 
 
-def trl(case: Case) -> Function:
-    """Return TRL's function: each token's loss, and its entropy where the case has that."""
+def _trl(case: Case) -> Function:
     apply: Any = importlib.import_module("trl.kernels").ChunkedLogProbFunction.apply
-    outputs = tuple(name for name in case.names if name == ENTROPY)
+    outputs = tuple(name for name in case.names if name == "entropy")
 
     def losses(x: Tensor, w: Tensor, y: Tensor) -> Values:
         logprobs, *more = apply(x, w, None, y, 1.0, TRL_COLUMNS, None, 1.0, outputs)
@@ -132,66 +159,35 @@ def trl(case: Case) -> Function:
     return losses
 
 
-def _mean_of(make: Callable[[Case], Function]) -> Callable[[Case], Function]:
-    def build(case: Case) -> Function:
-        losses = make(case)
-        return lambda x, w, y: values_in(losses(x, w, y))[0].mean()
-
-    return build
-
-
-PEERS = by_name(
-    Peer(LOWTIDE, lambda _: linear_cross_entropy),
-    Peer("naive", lambda _: naive),
-    Peer("compile", lambda _: compiled(naive)),
-    Peer(LIGER, on_cuda(*LIGER_LOSS), "liger-kernel"),
+_CCE = ("cut_cross_entropy", "linear_cross_entropy")
+ALL_PEERS = by_name(
+    Peer(LOWTIDE, _lowtide),
+    Peer("naive", naive),
+    Peer("compile", lambda case: compiled(naive(case))),
+    Peer(LIGER, _on_gpu("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"), "liger-kernel"),
     Peer("liger-sm90", _liger_sm90, "liger-kernel"),
-    Peer("liger-native", _mean_of(liger_native), "liger-cute-kernels"),
-    Peer("cce", on_cuda(*CCE), "cut-cross-entropy"),  # small gradients dropped
-    Peer("cce-exact", on_cuda(*CCE, filter_eps=None), "cut-cross-entropy"),
+    Peer("liger-scaled", _losses(_liger_scaled, "entropy"), "liger-kernel"),
+    Peer("liger-native", _losses(_liger_native, "entropy"), "liger-cute-kernels"),
+    Peer("cce", _on_gpu(*_CCE), "cut-cross-entropy"),  # small gradients dropped
+    Peer("cce-exact", _losses(_on_gpu(*_CCE, filter_eps=None)), "cut-cross-entropy"),
     Peer("quack", _quack, "quack-kernels"),
-    Peer("trl", _mean_of(trl), "trl"),
-    Peer("torch", torch_loss),
-    Peer(f"checkpoint-{CHUNKS}", lambda _: in_chunks),
+    Peer("trl", _losses(_trl, "entropy"), "trl"),
+    Peer("torch", _losses(_torch)),
+    Peer(f"checkpoint-{CHUNKS}", _checkpointed),
     Peer(f"forward-{CHUNKS}", lambda _: GradientsInForward.apply),
 )
+PEERS = {name: ALL_PEERS[name] for name in HEAD_PEERS}
 
 
-def loss_row(bench: Bench, peer: Peer) -> Row:
-    """Return a peer's row of the loss, with ``loss_error``, the absolute difference, ``dx_error`` and ``dw_error``, the
-    gradients' relative errors; lowtide's with the ``plan`` of `plan_head`.
+def of_loss(case: Case, peer: Peer, row: Row) -> Row:
+    """Return more of a row of the loss: ``loss_error``, the absolute difference, ``dx_error`` and ``dw_error``, the
+    gradients' relative errors; lowtide's has the ``plan`` of `plan_head`.
     """
-    case = bench.case
-    row = bench.measure(peer) | {"setting": case.name, "tokens": len(case.x)}
-    row |= {f"{name}_error": error for name, error in row.pop("errors", {}).items()}
-    if peer.name == LOWTIDE:
-        row["plan"] = asdict(plan_head(case.shape.N, case.shape.D, case.shape.V, case.x.dtype, case.x.device))
-    return row
+    errors = {f"{name}_error": error for name, error in row.get("errors", {}).items()}
+    if peer.name != LOWTIDE:
+        return errors
+    plan = plan_head(case.shape.N, case.shape.D, case.shape.V, case.x.dtype, case.x.device)
+    return errors | {"plan": asdict(plan)}
 
 
-def bench_of(run: Run, shape: Any) -> Bench:
-    """Return the bench of a shape's random inputs."""
-    release(run.device)
-    return Bench(make_case(shape, run.dtype, run.device), **run.rounds)
-
-
-def measure_shape(run: Run, shape: Any) -> tuple[Bench, Row]:
-    """Measure a run's peers, and return the bench and what the result has of the shape.
-
-    That is ``limits``: milliseconds by rows of a chunk, the best of them, and its rate; ``gradients_mib``; and the rows
-    of ``table``.
-    """
-    bench, table = bench_of(run, shape), list[Row]()
-    limit = {"setting": bench.case.name, "tokens": shape.N, **bench.limits()}
-    sizes = {**vars(shape), "dtype": run.dtype_name, "limits": [limit], "gradients_mib": bench.gradients_mib}
-    result = {**sizes, "table": table}
-    run.result |= run.rounds
-    run.result.setdefault("shapes", []).append(result)
-    run.fill(table, bench.title(), LOSS_TABLE, partial(loss_row, bench))
-    return bench, result
-
-
-def measure(run: Run) -> None:
-    """Measure each shape."""
-    for shape in run.config.shapes:
-        measure_shape(run, shape)
+measure = partial(measure_shapes, make=make_case, rows="table", more=of_loss)

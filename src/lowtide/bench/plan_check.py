@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowtide.bench.harness import release
-from lowtide.bench.models import make_optimizer, measure_steps, random_model, train_step
+from lowtide.bench.models import make_optimizer, measure_steps, random_model
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine
@@ -44,17 +44,9 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, 
         if plan.chosen.states:
             offload_optimizer(optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
         ids = torch.randint(0, job.model.vocab, (job.batch_size, job.seq_len), device=device)
-        wide = job.autocast or (job.adapters is not None and job.narrow < 4)
-
-        def loss() -> torch.Tensor:
-            with torch.autocast("cuda", torch.bfloat16, enabled=wide):
-                return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
-
-        def step() -> None:
-            train_step(loss, optimizer, keep_gradients=job.keep_gradients)
-
+        wide, keep = job.autocast or (job.adapters is not None and job.narrow < 4), job.keep_gradients
         try:
-            measured = measure_steps(step, device, warm=warm, reps=steps)
+            measured = measure_steps(model, optimizer, ids, warm=warm, reps=steps, wide=wide, keep_gradients=keep)
         finally:
             remove_policy(model)
     except Exception as error:

@@ -76,10 +76,6 @@ class Settings:
         if model != "auto" and model not in SHAPES:
             config_file(model)
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the settings that a result file has: all but the folder."""
-        return {name: value for name, value in vars(self).items() if name != "output"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings(Settings):

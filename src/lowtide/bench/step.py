@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import Peer, Row, Run, Table, reason_in, release
-from lowtide.bench.models import attention_of, build_model, language_part, make_optimizer, measure_steps, train_step
+from lowtide.bench.models import attention_of, build_model, language_part, make_optimizer, measure_steps
 from lowtide.bench.variant import Variant
 from lowtide.measure.child import allocator, run_child
 from lowtide.memory import offload_optimizer
@@ -29,7 +28,7 @@ def row_of(way: str, tokens: int, settings: dict[str, Any]) -> Row:
     """Return seconds, tokens per second, memory and losses of training steps on random tokens, or why they failed;
     `run_child` calls it.
     """
-    config, row, losses = StepBenchConfig(**settings), Row(), list[Tensor]()
+    config, row = StepBenchConfig(**settings), Row()
     device, generator = torch.device(config.device), torch.Generator().manual_seed(0)
     policy, states = split_states(way)
     with reason_in(row):
@@ -38,14 +37,9 @@ def row_of(way: str, tokens: int, settings: dict[str, Any]) -> Row:
         if states is not None:
             offload_optimizer(optimizer, model, **states)
         ids = torch.randint(0, model.config.vocab_size, (config.batch, tokens), generator=generator).to(device)
-
-        def step() -> None:
-            losses.append(train_step(lambda: model(input_ids=ids, labels=ids).loss, optimizer))
-
         release(device)
-        row |= measure_steps(step, device, warm=config.warm, reps=config.reps)
-        row |= {"tokens_per_s": ids.numel() / row["seconds"], "attention": attention_of(model)}
-        row["losses"] = [loss.item() for loss in losses]
+        row |= measure_steps(model, optimizer, ids, warm=config.warm, reps=config.reps)
+        row["attention"] = attention_of(model)
     return row
 
 
@@ -53,7 +47,7 @@ def measure(run: Run) -> None:
     """Measure each variant at each length, whatever it is called in ``way``."""
     config, rows = run.config, run.result.setdefault("rows", [])
     language_part(model_config(config.model))
-    run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
+    run.result["config"] = run.settings
     first: dict[int, float] = {}  # seconds of the first row of each length
     run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}\n{TABLE.header}")
     for way in config.variants:

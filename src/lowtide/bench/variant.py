@@ -17,12 +17,13 @@ STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
 LOWTIDE_COMPILED = f"{LOWTIDE}-{COMPILE}"
 OURS = (LOWTIDE, LOWTIDE_COMPILED)
 IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, *OURS)
+PEER_POLICIES = ("all", "input", "input-offload", "attention", "attention-offload")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One of `IMPLEMENTATIONS`, and a policy as `lowtide.memory.policy.parse_policies` reads it; a peer's layers are
-    alike, and have no levels of the MLP.
+    """One of `IMPLEMENTATIONS`, and a policy as `lowtide.memory.policy.parse_policies` reads it; a peer's is one of
+    `PEER_POLICIES`, for all layers alike.
 
     Raises:
         ArgumentValueError: no such implementation or policy, or not together.
@@ -34,14 +35,10 @@ class Variant:
     def __post_init__(self) -> None:
         if self.impl not in IMPLEMENTATIONS:
             raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", repr(self.impl)))
-        policy = parse_policies(self.policy)
-        if self.impl in OURS:
-            return
-        known = "all or input" if self.impl == COMPILE else "all, attention or input"  # no look into a compiled layer
-        alike = not isinstance(policy, list) and policy.mlp_level is None and policy.every == 1 and policy.keep in known
-        if not alike:
-            known = f"{known}, for all layers alike, or with -offload"
-            raise ArgumentValueError(message("policy", f"for {self.impl} {known}", repr(self.policy)))
+        parse_policies(self.policy)
+        known = PEER_POLICIES[:3] if self.impl == COMPILE else PEER_POLICIES  # no look into a compiled layer
+        if self.impl not in OURS and self.policy not in known:
+            raise ArgumentValueError(message("policy", f"for {self.impl} {' or '.join(known)}", repr(self.policy)))
 
     @property
     def compiles_layers(self) -> bool:

@@ -47,4 +47,4 @@ def main(arguments: argparse.Namespace) -> int:
     from lowtide.bench.harness import run_benchmark
     from lowtide.profile.run import profile
 
-    return run_benchmark(profile, config, say, shlex.join(["lowtide", *arguments.words]))
+    return run_benchmark(profile, config, say, shlex.join(["lowtide", *arguments.words]), {})

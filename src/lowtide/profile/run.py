@@ -37,7 +37,7 @@ def profile(run: Run) -> None:
     text, rows = language_part(whole), list[Row]()
     inside = "" if text is whole else f", the {text.model_type} inside"
     settings = {**run.settings, "model": name, "seq_len": tokens}
-    del settings["output"], settings["impl"], settings["policy"]  # each implementation has its own
+    del settings["impl"], settings["policy"]  # each implementation has its own
     run.result |= {
         "settings": settings,
         "model": {
