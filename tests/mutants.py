@@ -347,8 +347,8 @@ MUTANTS: dict[str, list[Mutant]] = {
             "planner/test_phases.py -k nothing_is_said",
         ),
         Mutant(
-            "plan/config.py", 'return float(value["__float__"])', "return value",
-            "cli/test_plan.py -k counted_anew",
+            "plan/config.py", "BLOCK, OUTER_BLOCK = 64, 256", "BLOCK, OUTER_BLOCK = 64, 1",
+            "planner/test_phases.py -k 4_bits",
         ),
     ],
     "distributed": [

@@ -71,7 +71,7 @@ def test_a_run_is_planned_as_its_config_says(tmp_path: Path, capsys: pytest.Capt
     assert main(["plan", str(file), "--gpu", "l4", "--batch-size", "2"]) == 0
     answer = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert answer[0].startswith("bfloat16 weights, layers in 4 bits: peak ")
-    assert "2 x 512 tokens, adamw, LoRA of rank 4 on q_proj v_proj, on l4" in answer[1]  # peft's own for a Llama
+    assert "2 x 512 tokens, adamw, LoRA of rank 4 on peft's own projections, on l4" in answer[1]
     assert answer[2].startswith("with gradient_checkpointing, as the run has it: ")
     assert answer[2].endswith("2 x input/0")
 
@@ -109,6 +109,7 @@ def test_every_named_shape_is_planned() -> None:
         ("--lora-targets q_proj", "plan: --lora-targets: expected --lora-rank beside it, got none."),
         ("--lora-rank 4 --lora-targets lm_head", "plan: --lora-targets: expected names of the layers' projections"),
         ("--gpus 2 --check", "plan: --check: expected a plan of a patched model, without a mask, on one GPU"),
+        ("--budget 2GiB --dtype bfloat16 --gpus 2", "--gpus 16 fits"),
         ("--gpus 2 --host 8GiB", "plan: --host: expected 0: offloading is planned for one GPU"),
         ("--parallel zero3", "plan: --parallel: expected --gpus beside it, got none."),
         ("--check --json nowhere/x", "plan: --json: expected a file in a folder that exists, got nowhere/x.\n"),

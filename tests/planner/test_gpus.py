@@ -16,8 +16,8 @@ DRIVER = {
     "NVIDIA H100 NVL": "h100-nvl",  # has 94 GB
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA A100 80GB PCIe": "a100-80gb",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
     "NVIDIA A100-SXM4-40GB": "a100-40gb",
     "NVIDIA L40S": "l40s",
     "NVIDIA L4": "l4",
@@ -38,7 +38,7 @@ DRIVER = {
     "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,  # has half of the memory
 }
 PEOPLE = {
-    "h-100": "h100", "NVIDIA A100": "a100-80gb", "A100_40GB": "a100-40gb", "4090": "rtx4090",
+    "NVIDIA A100": "a100", "A100_40GB": "a100-40gb", "4090": "rtx4090", "a100-80gb": "a100",
     "GeForce RTX 3090": "rtx3090", "NVIDIA H100 PCIe": "h100-pcie",
 }  # fmt: skip
 
@@ -63,7 +63,6 @@ def test_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the table lacks has its own memory, and the rates of an H100."""
     name = "NVIDIA A100-SXM4-40GB"
     about = SimpleNamespace(total_memory=22 * 2**30, major=8, minor=6)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**vars(about), name=name))
     assert find_gpu(None) is find_gpu("cuda") is find_gpu(torch.device("cuda:1")) is GPUS["a100-40gb"]

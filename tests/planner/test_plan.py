@@ -25,14 +25,14 @@ from planner.jobs import FEW, GIB, plan
 from promises import promise
 
 pytestmark = promise("plans")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize(("seq_len", "host_gib"), [(1024, 0), (32768, 0.1), (32768, 50)])
 def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All mixtures of a model of 4 layers in the order of memory, one by one, for budgets from the least up."""
     search = plan(seq_len=seq_len, budget=60, host_gib=host_gib).search
-    saved = {policy: int(search.costs.of_layers(policy)["saved"].sum()) for policy in search.ladder}
+    saved = {policy: int(search.costs.of_layers(policy).saved.sum()) for policy in search.ladder}
     by_memory = sorted(saved, key=lambda policy: (0, saved[policy]) if policy.offload else (saved[policy], 0))
     every = []
     for layers in itertools.combinations_with_replacement(by_memory, 4):
@@ -69,7 +69,9 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
     with pytest.raises(ArgumentValueError) as caught:
         plan(budget=8, **given)
     text = str(caught.value)
-    needed, got, lacking = (float(x) for x in re.findall(r"least ([\d.]+) .*got ([\d.]+) GiB, ([\d.]+) GiB", text)[0])
+    needed, got, lacking = (
+        float(x) for x in re.findall(r"least ([\d.]+) .*got ([\d.]+) GiB of the h100, ([\d.]+) GiB", text)[0]
+    )
     assert (got, lacking) == (8, pytest.approx(needed - got, abs=0.011))
     assert plan(budget=needed + 0.01, **given).peak_bytes <= (needed + 0.01) * GIB
     host = int(re.findall(r"host_gib=(\d+) fits", text)[0])
@@ -160,13 +162,12 @@ def test_the_answer_comes_first_and_the_other_precision_second(monkeypatch: pyte
 
 def test_notes_say_what_is_assumed() -> None:
     said = {
-        "max_position_embeddings is 4,096": plan({**FEW, "max_position_embeddings": 4096}, 8192, 70),
         "have sliding windows": plan({**FEW, "model_type": "mistral", "sliding_window": 1024}, 8192, 70),
         "caps its scores": plan(SHAPES["gemma-2-2b"], 512, 70),
         "float32: assumes attention": plan(seq_len=512, dtype="float32", autocast=False),
         "numbers of adapters are trained": plan(adapters=Adapters(16)),
         "attention has a mask of 0.5 GiB": plan(attention_mask=True),
-        "experts stay in 16": plan({**EXPERTS, "quantization_config": nf4(nested=False)}, adapters=Adapters(4)),
+        "and stay in 16": plan({**EXPERTS, "quantization_config": nf4(nested=False)}, adapters=Adapters(4)),
     }
     for words, found in said.items():
         assert words in " ".join(found.notes)
@@ -186,20 +187,8 @@ def test_a_budget_leaves_the_allocator_its_part_of_the_gpu(device: Any) -> None:
     found, own = (plan_memory(FEW, 512, budget_gib=budget, device=gpu, dtype="bfloat16") for budget in (1000, None))
     most = min(int(0.98 * gpu.memory_bytes), gpu.memory_bytes - GIB)
     assert (found.budget_bytes, own.budget_bytes) == (most, min(most, int(0.93 * gpu.memory_bytes)))
-    assert any("not 1000.00 GiB" in note for note in found.notes)
-    assert not any("allocator's" in note for note in own.notes)
-    with pytest.raises(ArgumentValueError, match=f"got 1000.00 GiB, of which the {device} can use"):
+    with pytest.raises(ArgumentValueError, match=rf"got [\d.]+ GiB of the {device}, "):
         plan_memory(FEW, 2**23, budget_gib=1000, device=gpu)
-
-
-def test_a_model_on_the_meta_device_is_planned_like_its_config() -> None:
-    config = transformers.AutoConfig.for_model(**FEW)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    given: dict[str, Any] = {"seq_len": 4096, "budget_gib": 16, "device": "h100"}
-    planned = [plan_memory(model, **given), *(plan_memory(one, dtype="bfloat16", **given) for one in (config, FEW))]
-    assert planned[0].to_dict() == planned[1].to_dict() == planned[2].to_dict()
-    assert plan_memory(model.float(), **given).job.autocast
 
 
 @promise("errors")
@@ -232,7 +221,7 @@ def test_a_model_on_the_meta_device_is_planned_like_its_config() -> None:
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], error: type[Exception], named: str) -> None:
-    given = {"model_or_config": FEW, "seq_len": 8, "batch_size": 1, "budget_gib": 20, "device": "h100", **change}
+    given = {"config": FEW, "seq_len": 8, "batch_size": 1, "budget_gib": 20, "device": "h100", **change}
     with pytest.raises(error, match=f"^{named}: expected"):
         plan_memory(**given)
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from lowtide.errors import ArgumentValueError
-from lowtide.plan import Adapters
-from lowtide.plan.run_file import default_targets, read_run
+from lowtide.plan import Adapters, plan_memory
+from lowtide.plan.run_file import read_run
 from promises import promise
 
 pytestmark = promise("commands")
@@ -54,14 +54,21 @@ def test_what_a_run_says(settings: dict[str, Any], expected: dict[str, Any], tmp
     assert found.arguments == expected
     assert found.four_bit == ("load_in_4bit" in settings)
     assert found.checkpointed == ("base_model" not in settings)
-    assert not found.default_targets
 
 
 def test_a_run_that_names_no_projections_adapts_those_of_peft(tmp_path: Path) -> None:
-    assert read(tmp_path, {**TRL, "use_peft": True}).default_targets
-    assert default_targets("qwen3") == ("q_proj", "v_proj")
-    with pytest.raises(ArgumentValueError, match=r"lora_target_modules: expected .* peft has none for nothing"):
-        default_targets("nothing")
+    adapters = read(tmp_path, {**TRL, "use_peft": True}).arguments["adapters"]
+    assert adapters == Adapters(16, None)
+    sizes: dict[str, Any] = {"hidden_size": 42, "num_hidden_layers": 3, "vocab_size": 99, "intermediate_size": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    given: dict[str, Any] = {"seq_len": 64, "device": "h100"}
+    own, named = (
+        plan_memory({"model_type": "qwen3", **sizes, **heads}, adapters=one, **given).job.model.adapter_params
+        for one in (adapters, Adapters(16, ("q_proj", "v_proj")))
+    )
+    assert own == named
+    with pytest.raises(ArgumentValueError, match=r"^targets: .* projections, got rank 16 on peft's"):
+        plan_memory({"model_type": "smollm3", "pad_token_id": 0, **sizes, **heads}, adapters=adapters, **given)
 
 
 def test_deepspeeds_config_beside_it(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_preference_is_two_sequences_beside_the_reference_model() -> None:
         ArgumentValueError, match=r"memory_budget: expected more than .* that the reference model takes"
     ):
         Budget("1KiB", None, None).apply(own, args)
-    assert plans[1].requested_bytes - plans[0].requested_bytes == pytest.approx(reference, rel=1e-3)
+    assert plans[1].budget_bytes - plans[0].budget_bytes == pytest.approx(reference, rel=1e-3)
 
 
 def test_adapters_are_planned_as_they_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -90,6 +91,7 @@ def _report(error: BaseException, parser: OneLineParser, flags: dict[str, str]) 
     let_first_report()
     argument, colon, rest = (" ".join(text.split()) if status == USAGE_ERROR else text).partition(":")
     argument = flags.get(argument) or parser.flag_of(argument)
+    rest = re.sub(r"\b(\w+)=(\S+) fits", lambda found: f"{parser.flag_of(found[1])} {found[2]} fits", rest)  # advice
     sys.stderr.write("\n" * interrupted + f"{parser.prog}: {argument}{colon}{rest}\n")
     return status
 

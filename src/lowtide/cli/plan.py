@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lowtide.measure.units import gib
 from lowtide.plan.arguments import Adapters, PlanArguments
 from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.gpus import gpu_named
-from lowtide.plan.run_file import RunFile, default_targets, read_run
+from lowtide.plan.run_file import RunFile, read_run
 from lowtide.train.shapes import SHAPES, config_file
 
 LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
@@ -67,7 +67,7 @@ def add(parser: OneLineParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN.YAML", help=about)
     for config in (_Command, PlanArguments, Adapters):
         add_options(parser, config)
-    parser.set_defaults(main=main, flags={"model_or_config": "--model", "adapters": "--lora-rank"})
+    parser.set_defaults(main=main, flags={"config": "--model", "adapters": "--lora-rank"})
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -128,7 +128,4 @@ def _asked(arguments: argparse.Namespace, command: _Command, run: RunFile) -> tu
         settings = with_layers(settings, command.layers)
     if command.load_in_4bit or run.four_bit:
         settings["quantization_config"] = nf4(nested=run.nested)
-    if run.default_targets and not lora:
-        targets = default_targets(settings["model_type"])
-        step = replace(step, adapters=Adapters(values["adapters"].rank, targets))
     return step, settings

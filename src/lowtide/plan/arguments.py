@@ -49,7 +49,8 @@ class Adapters:
 
     Attributes:
         rank: r.
-        targets: Names of the projections, as peft's ``target_modules``; none: all linear layers, ``"all-linear"``.
+        targets: Names of the projections, as peft's ``target_modules``; none: all linear layers, ``"all-linear"``;
+            None: those that peft adapts in a model of its type.
 
     Raises:
         ArgumentTypeError: A rank that is no whole number.
@@ -57,22 +58,23 @@ class Adapters:
     """
 
     rank: int = field(metadata=_option("train adapters of this rank and freeze the model", flag="--lora-rank"))
-    targets: tuple[str, ...] = field(
+    targets: tuple[str, ...] | None = field(
         default=(), metadata=_option("what is adapted (default: all linear layers)", "NAME", "--lora-targets")
     )
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
-        if not isinstance(self.targets, tuple) or not all(isinstance(one, str) and one for one in self.targets):
+        if not isinstance(self.targets or (), tuple) or not all(isinstance(one, str) for one in self.targets or ()):
             raise ArgumentValueError(message("targets", "names of projections", f"{self.targets!r}"))
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {' '.join(self.targets) or 'all linear layers'}"
+        names = "peft's own projections" if self.targets is None else " ".join(self.targets)
+        return f"rank {self.rank} on {names or 'all linear layers'}"
 
     @property
-    def target_modules(self) -> str | list[str]:
+    def target_modules(self) -> str | list[str] | None:
         """Return the targets as peft takes them."""
-        return list(self.targets) or "all-linear"
+        return None if self.targets is None else list(self.targets) or "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,20 +156,22 @@ class PlanArguments:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "gpus"):
             check_count(name, getattr(self, name))
-        kinds: dict[str, tuple[Any, str]] = {
-            **dict.fromkeys(("keep_gradients", "attention_mask", "fused_mlp"), (bool, "True or False")),
-            "autocast": (bool | None, "True, False or None"),
-            "adapters": (Adapters | None, "lowtide.plan.Adapters or None"),
-        }
-        for name, (kind, expected) in kinds.items():
+        for name, kind, expected in (
+            *((name, bool, "True or False") for name in ("keep_gradients", "attention_mask", "fused_mlp")),
+            ("autocast", bool | None, "True, False or None"),
+            ("adapters", Adapters | None, "lowtide.plan.Adapters or None"),
+        ):
             if not isinstance(got := getattr(self, name), kind):
                 raise ArgumentTypeError(message(name, expected, f"{got!r}"))
         check_options(self.options)
-        for name, names in (("optimizer", tuple(OPTIMIZERS)), ("parallel", PARALLEL)):
-            if (got := getattr(self, name)) not in names:
-                raise ArgumentValueError(message(name, f"one of {', '.join(names)}", f"{got!r}"))
-        if self.dtype is not None and str(self.dtype).removeprefix("torch.") not in DTYPES:
-            raise ArgumentValueError(message("dtype", f"one of {', '.join(DTYPES)}", f"{self.dtype!r}"))
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        for name, got, names in (
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+            ("parallel", self.parallel, PARALLEL),
+            ("dtype", dtype, (*DTYPES, None)),
+        ):
+            if got not in names:
+                raise ArgumentValueError(message(name, f"one of {', '.join(filter(None, names))}", f"{got!r}"))
         for name in ("budget_gib", "host_gib", "link"):
             self.size(name)
 

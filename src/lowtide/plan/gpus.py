@@ -82,10 +82,6 @@ class Gpu:
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 GPUS = {name: Gpu(name=name, **{**row, "capability": tuple(row["capability"])}) for name, row in _TABLE.items()}
-# Words that the driver's name has where they are not the table's.
-_DRIVER_WORDS = {"a100-40gb": ["a100"], "a6000": ["rtx", "a6000"]}
-_WORDS = {name: _DRIVER_WORDS.get(name, name.replace("rtx", "rtx ").replace("-", " ").split()) for name in GPUS}
-_SIZED = {"a100": "a100-80gb"}  # a name without the memory
 
 
 def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
@@ -110,10 +106,10 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
     name = ("cuda" if device is None else str(device)).lower()
     if not re.fullmatch(r"cuda(:\d+)?", name):
         return gpu_named(name)
-    index = int(name.partition(":")[2] or 0)
-    if device is None and not torch.cuda.is_available():
+    index, here = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if device is None and not here:
         return GPUS[DEFAULT]
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+    if index >= here:
         hint = f"Name one instead: {', '.join(GPUS)}."
         raise UnsupportedError(message("device", "a CUDA GPU on this machine", f"{name!r} without one", hint))
     about = torch.cuda.get_device_properties(index)
@@ -124,32 +120,28 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of a name, in any case, with ``rtx`` and hyphens or without, or as its driver reports it.
+    """Return the GPU of a name, in any case, with ``rtx`` or without, or as its driver reports it.
 
     ``"a100"`` is the one of 80 GB.
 
     Raises:
         ArgumentValueError: An unknown name.
     """
-    plain = _letters(name)
-    found = _SIZED.get(plain) or {_letters(one): one for one in GPUS}.get(plain) or known_as(name)
-    if found is None:
+    if (found := known_as(name)) is None:
         expected = f"'cuda' for the GPU at hand, or one of {', '.join(GPUS)}"
         raise ArgumentValueError(message("device", expected, repr(name), did_you_mean(name, GPUS)))
     return GPUS[found]
 
 
-def _letters(name: str) -> str:
-    return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("rtx")
-
-
-def known_as(driver_name: str) -> str | None:
-    """Return the table's name for a GPU as the driver reports it, None where the table lacks it.
+def known_as(name: str) -> str | None:
+    """Return the table's name for a GPU as people write it, or as the driver reports it; None where the table lacks it.
 
     A slice of one (MIG), and a laptop's of the same name, has a part of its memory and rates: the table lacks it.
     """
-    words = driver_name.lower().replace("-", " ").split()
-    if "mig" in words or "laptop" in words:
-        return None
-    found = (name for name, ours in _WORDS.items() if all(word in words for word in ours))
-    return max(found, key=lambda name: len(_WORDS[name]), default=None)
+    words = _words(name)
+    found = [one for one in GPUS if _words(one) <= words and not words & {"mig", "laptop"}]
+    return max(found, key=lambda one: len(_words(one)), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.sub("[^a-z0-9]|rtx", " ", name.lower()).split())

@@ -12,9 +12,9 @@ import torch
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.plan.arguments import DDP, OPTIMIZERS, ZERO3, PlanArguments
-from lowtide.plan.config import BYTES, Quantised, is_module, quantised, read_settings
+from lowtide.plan.config import BYTES, Quantised, quantised, read_settings
 from lowtide.plan.gpus import Gpu, find_gpu
-from lowtide.plan.model import MEASURE, MetaModel, Reading, Run, meta_model, refused
+from lowtide.plan.model import MetaModel, Reading, Run, meta_model, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,63 +33,44 @@ class Job(PlanArguments):
     autocast: bool
 
     @classmethod
-    def of(cls, model_or_config: Any, arguments: PlanArguments) -> Job:
-        """Return the job of a model: as for `plan_memory`.
-
-        Raises:
-            ArgumentValueError: A model whose parameters are frozen, or others than its config says.
-        """
-        settings = read_settings(model_or_config)
-        packed, gpu, dtype = quantised(settings), find_gpu(arguments.device), arguments.dtype
-        if dtype is None and is_module(model_or_config):
-            dtype = next(model_or_config.parameters()).dtype
+    def of(cls, config: Any, arguments: PlanArguments) -> Job:
+        """Return the job of a config: as for `plan_memory`."""
+        settings, dtype, autocast = read_settings(config), arguments.dtype, arguments.autocast
+        packed = quantised(settings)
+        settings.pop("quantization_config", None)
         if dtype is None:
             dtype = torch.bfloat16 if packed.four_bit else torch.float32
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        autocast = arguments.autocast
+        dtype = getattr(torch, str(dtype).removeprefix("torch."))
         if autocast is None:
             autocast = dtype == torch.float32 and not packed.four_bit
-        settings.pop("quantization_config", None)
         found: dict[str, Any] = {"config": json.dumps(settings, default=str, sort_keys=True), "quantised": packed}
-        job = cls(**{**vars(arguments), **found, "gpu": gpu, "dtype": dtype, "autocast": autocast})
-        if is_module(model_or_config):
-            parameters = dict(model_or_config.named_parameters())
-            if frozen := next((name for name, p in parameters.items() if not p.requires_grad), None):
-                hint = "For a model with adapters pass its config, and adapters=lowtide.plan.Adapters(rank)."
-                raise ArgumentValueError(message("model_or_config", "all parameters trained", f"{frozen} frozen", hint))
-            if (params := sum(p.numel() for p in parameters.values())) != job.model.params:
-                expected = f"the {job.model.params:,} parameters of its config's model"
-                hint = f"It has other parts. {MEASURE}"
-                raise ArgumentValueError(message("model_type", expected, f"{job.model_type!r} with {params:,}", hint))
-        return job
+        found |= {"gpu": find_gpu(arguments.device), "dtype": dtype, "autocast": autocast}
+        return cls(**{**vars(arguments), **found})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.autocast and self.dtype != torch.float32:
-            raise ArgumentValueError(message("dtype", "float32 with autocast=True", str(self.dtype)))
-        computes = self.quantised.computes
-        if self.quantised.four_bit and self.adapters is None:
-            hint = "In Python pass adapters=lowtide.plan.Adapters(rank), to the command --lora-rank."
-            raise ArgumentValueError(message("adapters", "LoRA for weights in 4 bits, which are frozen", "none", hint))
-        if self.quantised.four_bit and self.autocast:
-            hint = "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."
-            raise ArgumentValueError(message("autocast", "False for weights in 4 bits", "True", hint))
-        if getattr(torch, computes, self.dtype).itemsize > self.dtype.itemsize:
-            expected = f"{self.dtype_name}, as it is planned in, for all GEMMs over weights in 4 bits run in it"
-            hint = f"Set it in the config (transformers' default is float32), or plan in {computes}."
-            raise ArgumentValueError(message("bnb_4bit_compute_dtype", expected, computes, hint))
-        if self.gpus == 1:
-            return
-        hint = f"For {self.gpus} GPUs by {self.parallel}, leave it out or change it; or plan for one GPU."
-        if self.size("host_gib"):
-            expected = "0: offloading is planned for one GPU alone"
-            raise ArgumentValueError(message("host_gib", expected, f"{self.host_gib}", hint))
-        if self.parallel != DDP and not OPTIMIZERS[self.optimizer].shards:
-            shard = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
-            raise ArgumentValueError(message("optimizer", f"one that shards: {shard}", self.optimizer, hint))
-        if self.parallel == ZERO3 and self.narrow > 2:
-            expected = "16 bits or autocast: DeepSpeed's float32 training is not planned"
-            raise ArgumentValueError(message("dtype", expected, str(self.dtype), hint))
+        four_bit, computes, several = self.quantised.four_bit, self.quantised.computes, self.gpus > 1
+        wider = getattr(torch, computes, self.dtype).itemsize > self.dtype.itemsize
+        alone = f"For {self.gpus} GPUs by {self.parallel}, leave it out or change it; or plan for one GPU."
+        shard = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
+        for applies, *words in (
+            (self.autocast and self.dtype != torch.float32, "dtype", "float32 with autocast=True", self.dtype),
+            (four_bit and self.adapters is None, "adapters", "LoRA for weights in 4 bits, which are frozen", "none",
+             "In Python pass adapters=lowtide.plan.Adapters(rank), to the command --lora-rank."),
+            (four_bit and self.autocast, "autocast", "False for weights in 4 bits", True,
+             "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."),
+            (wider, "bnb_4bit_compute_dtype",
+             f"{self.dtype_name}, as it is planned in, for all GEMMs over weights in 4 bits run in it", computes,
+             f"Set it in the config (transformers' default is float32), or plan in {computes}."),
+            (several and self.size("host_gib"), "host_gib", "0: offloading is planned for one GPU alone",
+             self.host_gib, alone),
+            (several and self.parallel != DDP and not OPTIMIZERS[self.optimizer].shards, "optimizer",
+             f"one that shards: {shard}", self.optimizer, alone),
+            (several and self.parallel == ZERO3 and self.narrow > 2, "dtype",
+             "16 bits or autocast: DeepSpeed's float32 training is not planned", self.dtype, alone),
+        ):  # fmt: skip
+            if applies:
+                raise ArgumentValueError(message(*words))
 
     @cached_property
     def settings(self) -> dict[str, Any]:

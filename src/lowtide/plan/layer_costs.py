@@ -7,7 +7,7 @@ are those of its FLOP and traffic at the GPU's rates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.plan.config import BYTES, SCALES
@@ -21,17 +21,16 @@ HALF_RATE = 0.3e6  # numbers of a weight at which a GEMM of many tokens runs at 
 THIN = 0.9  # share of the copy's bandwidth that operators between GEMMs reach
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """What one layer with a policy takes."""
+class LayerCost(NamedTuple):
+    """What one layer with a policy takes: numbers; or all layers: arrays of them."""
 
-    saved: int  # bytes for backward, wherever they are; with ``every`` only the first layer of a group has them
-    whole: int  # bytes that it has for backward once it is recomputed
-    forward_bytes: int  # the most that lives within its forward alone
-    backward_bytes: int  # the same of its backward, with its weights' gradients
-    forward: float  # seconds
-    backward: float  # seconds, with the recompute
-    transfer: float  # seconds to the host, and as many back, the mean of a group; 0: not offloaded
+    saved: Any  # bytes for backward, wherever they are; with ``every`` only the first layer of a group has them
+    whole: Any  # bytes that it has for backward once it is recomputed
+    forward_bytes: Any  # the most that lives within its forward alone
+    backward_bytes: Any  # the same of its backward, with its weights' gradients
+    forward: Any  # seconds
+    backward: Any  # seconds, with the recompute
+    transfer: Any  # seconds to the host, and as many back, the mean of a group; 0: not offloaded
 
 
 def layer_costs(job: Job, policy: ActivationPolicy) -> tuple[LayerCost, ...]:

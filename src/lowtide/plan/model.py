@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
-import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
@@ -31,8 +31,14 @@ MEASURE = "Measure its step instead, with `lowtide profile`."
 # Tokens of the short sequences by which a loop over tokens is read: chunks of linear attention and state spaces divide
 # them.
 POINTS = (256, 512, 768)
-_OTHER_DTYPE = "scalar type"  # in the error of an operator whose operands differ
 _LETTERS = 180  # of what a model raised
+_HINTS = {  # by words of that
+    "ArgumentValueError": "Policies are for the layers of one list. ",
+    "NotImplementedError": "Its layers read values that are there only with data. ",
+    "Unrecognized": "transformers has no AutoModelForCausalLM for it: pass the config of a part that has one. ",
+    "scalar type": "Plan it in float32: --dtype float32, in Python dtype='float32'. ",  # operands differ
+    "": "If its config lacks a field or allows fewer tokens, change that. ",
+}
 _INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # attributes in which equal layers differ
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _NO_WINDOW = 2**30  # tokens: longer than any sequence
@@ -135,7 +141,7 @@ class MetaModel:
         linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
         self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))
         self.layer_params = _own_params(layers.values())
-        self.adapter_params = 0 if adapters is None else _adapt(model, layers, adapters)
+        self.adapter_params = 0 if adapters is None else _adapt(model, adapters)
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
         self.kind_of = tuple(map(kinds.index, keys))
@@ -343,26 +349,20 @@ def _kind(layer: nn.Module) -> Any:
     )
 
 
-def _adapt(model: nn.Module, layers: Mapping[str, nn.Module], adapters: Adapters) -> int:
-    """Add adapters to a model's layers; return how many parameters they have."""
-    try:
-        from peft import LoraConfig, get_peft_model
-        from transformers.pytorch_utils import Conv1D
-    except ImportError as error:
-        raise ArgumentValueError(message("adapters", "peft to be installed", str(error), "pip install peft")) from error
-    inside = [f"{at}.{name}" for at, layer in layers.items() for name, m in layer.named_modules()
-              if isinstance(m, nn.Linear | Conv1D)]  # fmt: skip
-    targets: Any = list(adapters.targets) or "|".join(map(re.escape, inside))  # a text is a regular expression
+def _adapt(model: Any, adapters: Adapters) -> int:
+    """Add adapters to a model; return how many parameters they have."""
+    from peft import LoraConfig, get_peft_model
+
+    refusal = ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}"))
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peft, on what is not trained here
-            get_peft_model(model, LoraConfig(r=adapters.rank, target_modules=targets))
+            get_peft_model(model, LoraConfig(r=adapters.rank, target_modules=adapters.target_modules))
     except ValueError as error:
-        raise ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}")) from error
-    params = sum(p.numel() for name, p in model.named_parameters() if _LORA in name)
-    if params > sum(p.numel() for layer in layers.values() for name, p in layer.named_parameters() if _LORA in name):
-        raise ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}"))
-    return params
+        raise refusal from error
+    if any(_LORA in name for name, _ in model.get_output_embeddings().named_parameters()):
+        raise refusal
+    return sum(p.numel() for name, p in model.named_parameters() if _LORA in name)
 
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -383,20 +383,13 @@ def refused(model_type: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of a config's checks, of transformers' code: without a common base
-        why = " ".join(str(error).split())
-        why = why if len(why) <= _LETTERS else why[:_LETTERS].rpartition(" ")[0] + " ..."
-        hint = "If its config lacks a field or allows fewer tokens, change that. "
-        if isinstance(error, ArgumentValueError):
-            if not str(error).startswith("model: "):  # of `find_stack`
-                raise
-            why, hint = f"not one list of layers: {why}", "Policies are for the layers of one list. "
-        elif isinstance(error, NotImplementedError):
-            why, hint = f"its layers read values that are there only with data: {why}", ""
-        elif "Unrecognized" in why:
-            hint = "transformers has no AutoModelForCausalLM for it: pass the config of a part that has one. "
-        elif _OTHER_DTYPE in why:
-            hint = "Plan it in float32: --dtype float32, in Python dtype='float32'. "
-        got = f"{model_type!r} ({why or type(error).__name__})"
+        if isinstance(error, ModuleNotFoundError) or (
+            isinstance(error, ArgumentValueError) and not str(error).startswith("model: ")  # of `find_stack`
+        ):
+            raise
+        why = " ".join(str(error).split()) or type(error).__name__
+        hint = next((hint for words, hint in _HINTS.items() if words in f"{type(error).__name__}: {why}"), _HINTS[""])
+        got = f"{model_type!r} ({textwrap.shorten(why, _LETTERS, placeholder=' ...')})"
         expected = "a causal language model that transformers builds and runs without weights"
         raise ArgumentValueError(message("model_type", expected, got, hint + MEASURE)) from error
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def plan_memory(
-    model_or_config: Any,
+    config: Any,
     seq_len: int,
     batch_size: int = 1,
     budget_gib: float | str | None = None,
@@ -42,9 +42,9 @@ def plan_memory(
     that stores no scores (flash attention), on one GPU or several.
 
     Args:
-        model_or_config: A `transformers` model (on any device, the meta device too) or config, a dictionary like a
-            config.json's, or the path of one. With a ``quantization_config`` of bitsandbytes in 4 bits the layers'
-            linear layers are planned so: frozen, with ``adapters``.
+        config: A `transformers` config, a dictionary like a config.json's, or the path of one. With a
+            ``quantization_config`` of bitsandbytes in 4 bits the layers' linear layers are planned so: frozen, with
+            ``adapters``.
         seq_len: Tokens of a sequence.
         batch_size: Sequences per step, of each GPU.
         budget_gib: GPU memory for tensors, in GiB or as a text with a unit.
@@ -69,17 +69,16 @@ def plan_memory(
         4
     """
     given: Any = {"seq_len": seq_len, "batch_size": batch_size, "budget_gib": budget_gib, "host_gib": host_gib}
-    return plan_step(model_or_config, PlanArguments(**given, device=device, **arguments))
+    return plan_step(config, PlanArguments(**given, device=device, **arguments))
 
 
-def plan_step(model_or_config: Any, arguments: PlanArguments) -> MemoryPlan:
+def plan_step(config: Any, arguments: PlanArguments) -> MemoryPlan:
     """Return the plan of a step that is described by `PlanArguments`: `plan_memory`, which has the errors too."""
-    job = Job.of(model_or_config, arguments)
-    requested, search = job.size("budget_gib") or job.gpu.default_budget_bytes, Search(job)
-    budget = min(requested, job.gpu.most_bytes)
+    job = Job.of(config, arguments)
+    search, budget = Search(job), min(job.size("budget_gib") or job.gpu.default_budget_bytes, job.gpu.most_bytes)
     fastest = search.fastest(budget)
     chosen = fastest or search.front[0]
-    plan = MemoryPlan(search=search, chosen=chosen, budget_bytes=budget, requested_bytes=requested)
+    plan = MemoryPlan(search=search, chosen=chosen, budget_bytes=budget)
     if fastest is None:
         raise _refusal(plan)
     return plan
@@ -87,19 +86,22 @@ def plan_step(model_or_config: Any, arguments: PlanArguments) -> MemoryPlan:
 
 def _refusal(plan: MemoryPlan) -> ArgumentValueError:
     """Return the error where nothing fits, not even a plan's choice: how much is missing, and what would help."""
-    job, costs, budget, requested = plan.job, plan.search.costs, plan.budget_bytes, plan.requested_bytes
+    job, costs, budget = plan.job, plan.search.costs, plan.budget_bytes
     states = costs.weights + costs.all_gradients + costs.states
-
-    def fits(name: str, values: Iterable[Any]) -> list[str]:
-        """Return the first of an argument's values by which it fits, in words; nothing where none does."""
-        found = (v for v in values if Search(replace(job, **{name: v})).leanest().peak <= budget)
-        return [f"{name}={value} fits" for value in islice(found, 1)]
-
+    tried: dict[str, Iterable[Any]] = {}  # arguments' values, of which the first that fits helps
     helps = []
-    if job.optimizer.startswith("adamw") and job.gpus == 1:
-        helps += fits("optimizer", ["adamw-8bit"])
+    if job.gpus == 1 and job.optimizer.startswith("adamw"):
+        tried["optimizer"] = ["adamw-8bit"]
     if job.gpus > 1 and job.parallel != DDP:
-        helps += fits("gpus", (job.gpus * 2**k for k in range(1, 5)))
+        tried["gpus"] = (job.gpus * 2**k for k in range(1, 5))
+    if states <= budget:
+        # What is there beside them is about in proportion to the tokens: the halves around that are tried.
+        k = math.ceil(math.log2((plan.peak_bytes - states) / max(1, budget - states)))
+        for name in ("batch_size", "seq_len"):
+            tried[name] = filter(None, [getattr(job, name) >> i for i in range(max(1, k - 1), k + 3)])
+    for name, values in tried.items():
+        fitting = (v for v in values if Search(replace(job, **{name: v})).leanest().peak <= budget)
+        helps += [f"{name}={value} fits" for value in islice(fitting, 1)]
     if states > budget:
         ways = ["train adapters (LoRA)"] if job.adapters is None else []
         if job.adapters is not None and not job.quantised.four_bit:
@@ -108,18 +110,12 @@ def _refusal(plan: MemoryPlan) -> ArgumentValueError:
             ways.append("store weights and states in 16 bits (dtype bfloat16)")
         way_out = " or ".join([*ways, "take more GPUs"])
         helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB: {way_out}")
-    else:
-        # What is there beside them is about in proportion to the tokens: the halves around that are tried.
-        k = math.ceil(math.log2((plan.peak_bytes - states) / max(1, budget - states)))
-        for name in ("batch_size", "seq_len"):
-            helps += fits(name, filter(None, (getattr(job, name) >> i for i in range(max(1, k - 1), k + 3))))
     if job.gpus == 1:
         roomy = Search(replace(job, host_gib=2**30)).leanest()
         if roomy.host > plan.search.host_bytes and roomy.peak <= budget:
             helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
     tokens = f"{job.batch_size} x {job.seq_len} tokens{f' by {job.parallel}' if job.gpus > 1 else ''}"
     expected = f"at least {gib_text(plan.peak_bytes)} GiB for {tokens} ({plan.chosen}; peak in {plan.phase})"
-    usable = f", of which the {job.gpu.name} can use {gib_text(budget)} GiB" if budget < requested else ""
-    got = f"{gib_text(requested)} GiB{usable}, {gib_text(plan.peak_bytes - budget)} GiB too little"
+    got = f"{gib_text(budget)} GiB of the {job.gpu.name}, {gib_text(plan.peak_bytes - budget)} GiB too little"
     hint = f"What would help: {'; '.join(helps)}." if helps else ""
     return ArgumentValueError(message("budget_gib", expected, got, hint))

@@ -48,14 +48,13 @@ class MemoryPlan:
             and time, from the leanest to the fastest.
         chosen: The fastest of them that fits: ``host`` is the pinned host memory that it takes, ``states`` what
             optimizer states take of that.
-        budget_bytes: GPU memory that tensors may take.
-        requested_bytes: The requested budget: more than that where the GPU's allocator needs the rest.
+        budget_bytes: GPU memory that tensors may take: the budget that was asked for, less where the GPU's allocator
+            needs the rest.
     """
 
     search: Search
     chosen: Candidate
     budget_bytes: int
-    requested_bytes: int
 
     @property
     def job(self) -> Job:
@@ -203,19 +202,15 @@ class MemoryPlan:
         """What the figures assume."""
         job, model, gpu, packed = self.job, self.job.model, self.job.gpu, self.job.quantised
         attends = any(policy.keep == "attention" for policy in self.search.ladder)
-        budget, requested = (f"{gib(n):.2f} GiB" for n in (self.budget_bytes, self.requested_bytes))
-        mask, positions = gib(job.narrow * job.batch_size * job.seq_len**2), job.settings.get("max_position_embeddings")
+        mask = gib(job.narrow * job.batch_size * job.seq_len**2)
         ranks = self.search.costs.ranks
         waited, beside = (n / job.link_rate for n in (ranks.awaited, ranks.received - ranks.awaited))
         several, part = job.gpus > 1, job.settings.get("part_of")
         notes = {
-            f"each GPU receives {gib(ranks.received):.2f} GiB per step at {job.link_rate / 1e9:.0f} GB/s:"
+            f"each GPU receives {gib(ranks.received):.2f} GiB per step at {job.link_rate / 1e9:.0f} GB/s"
+            f"{'' if job.link else ', in one host (--link 50GB plans a network of 400 Gb/s)'}:"
             f" {beside:.3f} s beside the layers' work, {waited:.3f} s that it waits for": several,
-            f"assumes {job.gpus} GPUs in one host: --link 50GB plans a network of 400 Gb/s": several and not job.link,
             _SHARDED[job.parallel]: several,
-            f"budget {budget}, not {requested}: the rest of the {gpu.memory_gib:.2f} GiB is its allocator's": (
-                budget != requested
-            ),
             f"fewer than {HOST_TOKENS:,} tokens: the host, which launches the kernels, sets the pace": (
                 job.tokens < HOST_TOKENS
             ),
@@ -229,21 +224,16 @@ class MemoryPlan:
                 self.chosen.states or self.peak_bytes > CLOSE * gpu.memory_bytes
             ),
             f"only the text part of {part} is planned, not its vision or audio": part,
-            f"the config's max_position_embeddings is {positions or 0:,}: longer sequences need other positions": (
-                type(positions) is int and positions < job.seq_len
-            ),
             f"{max(model.kind_of) + 1} kind(s) of layers, traced in {model.name} without weights": True,
             "lowtide.patch does not fuse every layer's MLP, so that they have no levels": not model.levels,
             f"not every layer of {job.model_type} runs fused attention: keep='attention' is not planned": (not attends),
-            "attention is transformers' eager one, which stores its scores: another attn_implementation saves less": (
-                model.attention == "eager" and model.head_dim and not attends
-            ),
             f"the checkpoint has {packed.loaded} weights: planned as loaded in {job.dtype}": packed.loaded,
             "float32: assumes attention that stores no scores, which PyTorch lacks for grouped queries": (
                 job.operand == torch.float32
             ),
-            "experts get equal shares of the tokens": model.experts,
-            "experts stay in 16 or 32 bits: transformers puts none into 4": model.experts and packed.four_bit,
+            f"experts get equal shares of the tokens{', and stay in 16 or 32 bits' * bool(packed.four_bit)}": (
+                model.experts
+            ),
             "layers have sliding windows: attention must take them without a [T, T] mask (flash attention)": (
                 any(0 < window < job.seq_len for window in model.windows)
             ),

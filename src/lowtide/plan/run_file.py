@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from lowtide.errors import ArgumentValueError, message
 from lowtide.plan.arguments import DDP, FSDP2, ZERO3, Adapters
 
-# Names of the optimizers of transformers, by the planner's.
+# The planner's optimizers, by transformers' names.
 OPTIMS = {
-    "adamw": ("adamw_torch_fused",),
-    "adamw-foreach": ("adamw_torch",),
-    "adamw-8bit": ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
-    "sgd": ("sgd",),
+    "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw-foreach",
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
+    "sgd": "sgd",
 }
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -29,7 +29,6 @@ class RunFile(NamedTuple):
     four_bit: bool = False
     nested: bool = False
     checkpointed: bool = False  # the run's own setting: every layer saves its input
-    default_targets: bool = False  # peft is to know which projections are adapted
 
 
 def read_run(file: Path) -> RunFile:
@@ -56,7 +55,7 @@ def read_run(file: Path) -> RunFile:
     names = names.split() if isinstance(names, str) else names
     every = names == ["all-linear"] or run.get("lora_target_linear")
     if adapted:
-        found["adapters"] = Adapters(run.get("lora_r", 16), () if every else tuple(names or ()))
+        found["adapters"] = Adapters(run.get("lora_r", 16), () if every else tuple(names) if names else None)
     dtype = run.get("dtype", run.get("torch_dtype"))
     if axolotl:  # which casts the model, where float32 is not asked for
         dtype = next((name for name in _DTYPES if run.get(name)), None)
@@ -69,22 +68,7 @@ def read_run(file: Path) -> RunFile:
     if deepspeed := run.get("deepspeed"):
         found |= _deepspeed(deepspeed if isinstance(deepspeed, Mapping) else _read(_beside(file, str(deepspeed))))
     checkpointed = bool(run.get("gradient_checkpointing", not axolotl))
-    nested, by_peft = bool(run.get("use_bnb_nested_quant", axolotl)), adapted and not (every or names)
-    return RunFile(model, found, four_bit, nested, checkpointed, by_peft)
-
-
-def default_targets(model_type: str) -> tuple[str, ...]:
-    """Return the projections that peft adapts in a type of model where a run names none.
-
-    Raises:
-        ArgumentValueError: It knows none: the run would end in an error, too.
-    """
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
-
-    if not isinstance(found := TARGETS.get(model_type), list):
-        got = f"none, and peft has none for {model_type}"
-        raise ArgumentValueError(message("lora_target_modules", "names of projections, or all-linear", got))
-    return tuple(found)
+    return RunFile(model, found, four_bit, bool(run.get("use_bnb_nested_quant", axolotl)), checkpointed)
 
 
 def optimizer_of(name: str) -> str:
@@ -93,11 +77,10 @@ def optimizer_of(name: str) -> str:
     Raises:
         ArgumentValueError: It has none.
     """
-    for ours, theirs in OPTIMS.items():
-        if name in theirs:
-            return ours
-    known = ", ".join(one for names in OPTIMS.values() for one in names)
-    raise ArgumentValueError(message("optim", f"an optimizer that the planner has, one of {known}", name))
+    if name not in OPTIMS:
+        expected = f"an optimizer that the planner has, one of {', '.join(OPTIMS)}"
+        raise ArgumentValueError(message("optim", expected, name))
+    return OPTIMS[name]
 
 
 def _deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,19 +102,14 @@ def _beside(file: Path, name: str) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    import yaml
+
     try:
         text = file.read_text()
-        if file.suffix == ".json":
-            found = json.loads(text)
-        else:
-            import yaml
-
-            found = yaml.safe_load(text)
-    except (OSError, ValueError, ImportError) as error:
-        why = getattr(error, "strerror", None) or error
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ArgumentValueError(message("run", "a config in YAML or JSON", f"{file} ({why})")) from error
-    except Exception as error:  # of yaml's parser
-        raise ArgumentValueError(message("run", "a config in YAML", f"{file} ({error})".replace("\n", " "))) from error
     if not isinstance(found, dict):
         raise ArgumentValueError(message("run", "options with their values", f"something else in {file}"))
     return found

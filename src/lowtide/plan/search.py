@@ -63,7 +63,7 @@ class Search:
             for keep in keeps[out:]
             for level in levels
         ]
-        saved = {policy: int(self.costs.of_layers(policy)["saved"].sum()) for policy in rungs}
+        saved = {policy: int(self.costs.of_layers(policy).saved.sum()) for policy in rungs}
         self.ladder = sorted(rungs, key=lambda policy: 0 if policy.offload else saved[policy])
         self.sparse = [
             ActivationPolicy(mlp_level=levels[-1], every=k, offload=out)

@@ -15,7 +15,7 @@ from lowtide.memory.optimizer_blocks import BLOCK_BYTES, share_away, share_back,
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.plan.job import Job
-from lowtide.plan.layer_costs import PAGES, layer_costs
+from lowtide.plan.layer_costs import PAGES, LayerCost, layer_costs
 from lowtide.plan.sharding import ranks_of
 
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
@@ -39,7 +39,6 @@ PARTS = {
     "other": "workspaces, positions",
     "gathered": "gathered, to exchange",  # whole parameters, and buffers, where several GPUs share them
 }
-_PART = {name: i for i, name in enumerate(PARTS)}
 
 
 class Phase(NamedTuple):
@@ -68,7 +67,8 @@ class Phase(NamedTuple):
 class Step(NamedTuple):
     """A step under a mixture of policies, all optimizer states on the GPU."""
 
-    parts: Any  # bytes: a row for each of `PARTS`, a column for each phase
+    parts: dict[str, Any]  # bytes of each of `PARTS`, in each phase
+    held: Any  # their sum
     host: int  # bytes that layers save in host memory
     seconds: float
     travels: int  # bytes of optimizer states that leave within forward, and come back within backward
@@ -91,7 +91,7 @@ class StepCosts:
     def __init__(self, job: Job) -> None:
         self.ranks = ranks = ranks_of(job)
         self.job = job = ranks.job
-        self._tables: dict[ActivationPolicy, dict[str, Any]] = {}
+        self._tables: dict[ActivationPolicy, LayerCost] = {}
         self.weights, self.states, self.all_gradients = ranks.weights, ranks.states, ranks.gradients
         self.fixed_seconds = _seconds_without_layers(job, ranks.stepped)
         self.fixed_seconds += (ranks.awaited + SLOWS * ranks.beside) / job.link_rate
@@ -102,10 +102,10 @@ class StepCosts:
         out = np.array([share_away(k, L) for k in range(L)])
         back = 1 - np.array([share_back(L - 1 - k, L) for k in range(L)])
         # The share of offloaded optimizer states that is on the host in each phase, where they come back late or not.
-        self._away = {late: np.concatenate((out, np.maximum(back, late), [1, late, 0])) for late in (False, True)}
+        self._away = {late: np.r_[out, np.maximum(back, late), 1, late, 0] for late in (False, True)}
 
-    def _without_layers(self) -> Any:
-        """Return the bytes of each part (a row) in each phase (a column) that no policy changes."""
+    def _without_layers(self) -> dict[str, Any]:
+        """Return the bytes of each part in each phase that no policy changes."""
         job, ranks, model = self.job, self.ranks, self.job.model
         e, L, seq_len = job.element, job.layers, job.seq_len
         stream = job.tokens * model.hidden * e
@@ -123,32 +123,34 @@ class StepCosts:
         masks = len(set(map(bool, model.windows))) * job.batch_size * seq_len**2 * job.attention_mask
         workspace = WORKSPACE if job.gpu.capability >= (9, 0) else OLD_WORKSPACE
         self.other = 2 * workspace + 2 * 8 * job.tokens + positions + masks  # token ids and labels too
-        zeros = [0] * L
-        after = np.cumsum([0, *ranks.layer_gradients[::-1]])[:-1][::-1] + ranks.head_gradient
-        gradients = [*zeros, *after, 0, self.all_gradients - ranks.to_come, self.all_gradients]
-        if job.keep_gradients:
-            gradients = [ranks.accumulated] * (2 * L + 2) + [self.all_gradients]
+        after = np.cumsum([0, *ranks.layer_gradients[:0:-1]])[::-1] + ranks.head_gradient
         temporary = OPTIMIZERS[job.optimizer].temporary * self.all_gradients
-        last = [ranks.head, max(ranks.embedding, ranks.reduction - embedding), ranks.step]
-        held = stream + vocab + head.accumulator_bytes + beside + head.cast_bytes
-        rows = {
-            "weights": [self.weights] * (2 * L + 3),
-            "gradients": gradients,
-            "optimizer": [self.states] * (2 * L + 3),
-            "activations": [*zeros, *zeros, 2 * stream, 0, 0],  # the final norm's input and output
-            "head": [*zeros, *zeros, held, 0, 0],
-            "transients": [*zeros, *[waiting] * L, 0, embedding, temporary],
-            "other": [self.other] * (2 * L + 3),
-            "gathered": [*ranks.forward, *ranks.backward, *last],
-        }
-        return np.array([rows[name] for name in PARTS], dtype=np.int64)
 
-    def of_layers(self, policy: ActivationPolicy) -> dict[str, Any]:
-        """Return what a policy takes, by the names of `LayerCost`, as arrays over the layers."""
+        def row(forward: Any = 0, backward: Any = 0, head: int = 0, embedding: int = 0, optimizer: int = 0) -> Any:
+            layers = np.zeros(L, np.int64)
+            return np.r_[layers + forward, layers + backward, head, embedding, optimizer]
+
+        gradients: Any = [0, after, 0, self.all_gradients - ranks.to_come, self.all_gradients]
+        if job.keep_gradients:
+            gradients = [*[ranks.accumulated] * 4, self.all_gradients]
+        return {
+            "weights": row(*[self.weights] * 5),
+            "gradients": row(*gradients),
+            "optimizer": row(*[self.states] * 5),
+            "activations": row(head=2 * stream),  # the final norm's input and output
+            "head": row(head=stream + vocab + head.accumulator_bytes + beside + head.cast_bytes),
+            "transients": row(backward=waiting, embedding=embedding, optimizer=temporary),
+            "other": row(*[self.other] * 5),
+            "gathered": row(ranks.forward, ranks.backward, ranks.head,
+                            max(ranks.embedding, ranks.reduction - embedding), ranks.step),
+        }  # fmt: skip
+
+    def of_layers(self, policy: ActivationPolicy) -> LayerCost:
+        """Return what each layer takes with a policy, as arrays."""
         if policy not in self._tables:
-            kinds = [vars(one) for one in layer_costs(self.job, policy)]
-            every = [kinds[kind] for kind in self.job.model.kind_of]
-            self._tables[policy] = {name: np.array([one[name] for one in every]) for name in every[0]}
+            kinds = layer_costs(self.job, policy)
+            rows = (kinds[kind] for kind in self.job.model.kind_of)
+            self._tables[policy] = LayerCost(*map(np.array, zip(*rows, strict=True)))
         return self._tables[policy]
 
     def step(self, groups: Groups) -> Step:
@@ -159,46 +161,41 @@ class StepCosts:
         """
         L, runs = self.job.layers, runs_of(groups)
         numbers = [n for _, n, _ in runs]
-
-        def of_each(name: str) -> Any:
-            """Return a figure of each layer, by its policy."""
-            found = zip(runs, np.cumsum(numbers), strict=True)
-            return np.concatenate([self.of_layers(policy)[name][end - n : end] for (policy, n, _), end in found])
-
-        saved, moves = of_each("saved"), np.repeat([moves for _, _, moves in runs], numbers)
+        ends = np.cumsum(numbers)
+        rows = ([x[end - n : end] for x in self.of_layers(run)] for (run, n, _), end in zip(runs, ends, strict=True))
+        each = LayerCost(*map(np.concatenate, zip(*rows, strict=True)))
+        moves = np.repeat([moves for _, _, moves in runs], numbers)
         follows = np.concatenate([np.arange(n) % policy.every for policy, n, _ in runs])  # inputs recomputed before it
-        recomputes = np.repeat([policy.keep != "all" for policy, _, _ in runs], numbers)
-        again = recomputes * (of_each("whole") - ~moves * saved + follows * saved)  # is there besides in its backward
+        saved, first = each.saved, follows == 0
+        again = each.whole - ~moves * saved + follows * saved  # is there besides in its backward
         copy = moves * (saved + PAGES)  # on the GPU as long as it travels
-        upto = np.cumsum(~moves * saved * (follows == 0))
+        upto = np.cumsum(~moves * saved * first)
         before = np.arange(L) - follows - 1  # the layer before its group, whose copy is fetched ahead
         ahead = np.where(before >= 0, copy[before], 0)
-        parts = self._fixed.copy()
-        activations, transients = parts[_PART["activations"]], parts[_PART["transients"]]
-        activations[:L] += upto + copy + ahead + saved * (follows > 0)
-        activations[L : 2 * L] += upto + again + ahead
-        activations[2 * L] += upto[-1]
-        transients[: 2 * L] += np.concatenate((of_each("forward_bytes"), of_each("backward_bytes")))
-        seconds, left, transfer = self.fixed_seconds, [], moves * of_each("transfer")
-        for work, exchange in ((of_each("forward"), self.ranks.ahead), (of_each("backward"), self.ranks.behind)):
+        parts = dict(self._fixed)
+        parts["activations"] = (
+            parts["activations"] + np.r_[upto + copy + ahead + saved * ~first, upto + again + ahead, upto[-1], 0, 0]
+        )
+        parts["transients"] = parts["transients"] + np.r_[each.forward_bytes, each.backward_bytes, 0, 0, 0]
+        seconds, left, transfer = self.fixed_seconds, [], moves * each.transfer
+        for work, exchange in ((each.forward, self.ranks.ahead), (each.backward, self.ranks.behind)):
             comes = exchange / self.job.link_rate
             beside = np.maximum(work + SLOWS * np.minimum(comes, work), np.maximum(transfer, comes))
             seconds += float(beside.sum())
             left.append(float((work - transfer).min()))  # beside the layer that has the least left by its own copy
         travels = max(0.0, min(left[0] / share_out(0, L), left[1] / share_back(1, L))) * ON_TIME * self.job.gpu.pcie
-        return Step(
-            parts, int((copy * (follows == 0)).sum()), seconds + 2 * BESIDE * float(transfer.sum()), int(travels)
-        )
+        seconds += 2 * BESIDE * float(transfer.sum())
+        return Step(parts, sum(parts.values()), int((copy * first).sum()), seconds, int(travels))
 
     def peak(self, step: Step, states: int = 0, *, late: bool = False) -> int:
         """Return the most that a step holds, with so many bytes of optimizer states offloaded."""
-        return int((step.parts.sum(0) - (states * self._away[late]).astype(np.int64)).max())
+        return int((step.held - (states * self._away[late]).astype(np.int64)).max())
 
     def phases(self, groups: Groups, states: int = 0, *, late: bool = False) -> list[Phase]:
         """Return all phases, with so many bytes of optimizer states offloaded; ``late`` ones return after backward."""
         parts = self.step(groups).parts
-        parts[_PART["optimizer"]] -= (states * self._away[late]).astype(np.int64)
-        return [Phase(*name, *map(int, column)) for name, column in zip(self._names, parts.T, strict=True)]
+        parts["optimizer"] = parts["optimizer"] - (states * self._away[late]).astype(np.int64)
+        return [Phase(*name, *map(int, held)) for name, *held in zip(self._names, *parts.values(), strict=True)]
 
     def states_on_host(self, states: int) -> int:
         """Return the host memory that so many bytes of optimizer states take."""
