@@ -164,10 +164,10 @@ def test_a_rank_whose_disk_takes_no_more(kind: str, engine: str, rank: str, made
 
 
 NAN = {
-    "tune ddp": ("inf", [], "inf at step 3"),
-    "pretrain fsdp2": ("nan", [], "nan at step 3"),
+    "tune ddp": ("inf", [], "inf by step 3"),
+    "pretrain fsdp2": ("nan", [], "nan by step 3"),
     # logged before it is saved; by then all ranks' are NaN
-    "pretrain ddp": ("nan", ["--logging_steps", 10], "nan in steps 3 to 4"),
+    "pretrain ddp": ("nan", ["--logging_steps", 10], "nan by step 4"),
 }
 
 

@@ -97,7 +97,7 @@ WRONG = {
     "a model": ("scratch", ["--model_name_or_path", "llama-3.2-1"], ["Did you mean llama-3.2-1b?"]),
     "the Hub's": ("scratch", ["--model_name_or_path", "meta/llama"], ["'meta/llama'", "hf download meta/llama"]),
     "held out": ("tune", ["--held_out", "0"], ["--held-out", "at least 1"]),
-    "a host alone": ("tune", ["--host_budget", "1GiB"], ["--host-budget", "--memory-budget beside it"]),
+    "a host alone": ("tune", ["--host_budget", "1GiB"], ["--host-budget", "a memory_budget beside it"]),
     "a stock budget": ("tune", ["--memory_budget", "1GiB", "--no_patch"], ["--no-patch", "no --memory-budget"]),
     "one token": ("scratch", ["--max_length", "1"], ["--max_length", "at least 2"]),
     "a launch": ("scratch", ["--accelerate_config", "zero4"], ["--accelerate_config", "zero3", "got zero4"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from transformers import TrainerState
 
 from lowtide.train.meter import WARM_STEPS, RunResult, StepMeter
 from promises import promise
@@ -18,12 +19,12 @@ def run(seconds: list[float], tokens: list[int], *, every: int = 1, began_at: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowtide.train.meter.time", SimpleNamespace(perf_counter=lambda: now))
         meter = StepMeter()
-        args, state = SimpleNamespace(device=SimpleNamespace(type="cpu")), SimpleNamespace(global_step=began_at)
+        args, state = SimpleNamespace(device=SimpleNamespace(type="cpu")), TrainerState(global_step=began_at)
         meter.on_train_begin(args, state, None)
         for second, count in zip(seconds, tokens, strict=True):
             meter.on_step_begin(args, state, None)
             now += second
-            meter.add_batch(count)
+            state.num_input_tokens_seen += count
             state.global_step += 1
             if state.global_step % every == 0:
                 history += [{"step": state.global_step, "loss": 1.0 / state.global_step}, {"eval_loss": 2.0}]

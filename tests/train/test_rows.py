@@ -177,9 +177,7 @@ def test_no_data_is_an_error_that_names_the_option(files: Files) -> None:
     given = found(files, files.chats)
     script = SimpleNamespace(dataset_name=None)
     with pytest.raises(ArgumentValueError, match="--dataset_name: expected data to fine-tune on, got none"):
-        load_rows(
-            Arguments(run=given.run, training=given.training, model=given.model, script=script, mixture=given.mixture)
-        )
+        load_rows(replace(given, script=script))
 
 
 def test_a_bad_row_of_a_run_is_one_line(files: Files, refused: Callable[..., str], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ SUBCOMMANDS = {
 }
 
 EXTRAS = {  # of packages without which lowtide imports
-    **dict.fromkeys(("transformers", "huggingface_hub", "accelerate", "tokenizers", "psutil", "yaml", "rich"), "train"),
+    **dict.fromkeys(("transformers", "huggingface_hub", "accelerate", "tokenizers", "psutil", "yaml"), "train"),
     **dict.fromkeys(("trl", "datasets"), "train,trl"),
     "peft": "train,peft",
 }
@@ -60,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown and arguments.subcommand != "train":  # which has the options of other libraries
         arguments.parser.refuse(unknown)
     arguments.words = words
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it wherever it is installed
     try:
         status: int = arguments.main(arguments)
     except BrokenPipeError:  # whoever read our output is gone: no more can be said, not even by the interpreter

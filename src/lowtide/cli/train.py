@@ -88,12 +88,12 @@ def main(arguments: argparse.Namespace) -> int:
         say(f"loading {libraries} ...\n")
     with warnings.catch_warnings():
         quiet(bars=sys.stderr.isatty())
-        from rich.console import Console
-
         from lowtide.train import compare, train
 
         found = parse(words)
-        if found.run.compare:
-            return 0 if compare(found, Console()).equal else 1
-        train(found)
-    return 0
+        if not found.run.compare:
+            train(found)
+            return 0
+        comparison = compare(found)
+        say(str(comparison))
+        return int(not comparison.equal)

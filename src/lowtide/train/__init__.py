@@ -5,9 +5,14 @@ whole, an ending with a checkpoint at a signal, an error for a loss that is not 
 out-of-memory error. Importing this imports neither torch nor transformers; the names do when they are read.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from lowtide.lazy import on_first_use
+
+# Accelerate and peft import it wherever it is installed, and it warns of what it lacks. Set here, because all commands
+# and the processes of a comparison import this file before the libraries.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from lowtide.train.advice import OutOfMemory, advise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -42,36 +43,33 @@ def advise(error: BaseException, trainer: Any, *, resume: str = "") -> OutOfMemo
 
 def _what_fits(trainer: Any) -> Iterator[str]:
     """Yield lines of advice with the planner's figures, or why there are none."""
-    limit = _SHARE * _memory(trainer.args)
+    args, limit = trainer.args, gib(_SHARE * _memory(trainer.args))
     try:
-        step = planned_step(trainer.model, trainer.args)
+        step = planned_step(trainer.model, args)
     except (LowtideError, OSError, RuntimeError) as failed:
         reason = " ".join(str(failed).split())[:300]
         yield f"The planner has no figures for it ({reason}): lower --per_device_train_batch_size or --max_length."
         return
     helps, why = [], ""
-    rows, tokens, batch = step["batch_size"], step["seq_len"], trainer.args.per_device_train_batch_size
-    halved = "seq_len" if rows < batch else "batch_size"  # rows may be joined into one sequence
-    for options, change in (
-        (f"--memory-budget {gib(limit):.2f}GiB", {}),
-        (
-            f"--per_device_train_batch_size {batch // 2}, and twice the steps accumulated",
-            {halved: batch // 2 and step[halved] // 2},
-        ),
-        (f"--max_length {trainer.args.max_length // 2}", {"seq_len": tokens // 2}),
+    for name, divided, more in (
+        ("max_length", 1, ""),
+        ("per_device_train_batch_size", 2, ", and twice the steps accumulated"),
+        ("max_length", 2, ""),
     ):
-        if all(change.values()):
+        changed, value = copy(args), getattr(args, name) // divided
+        setattr(changed, name, value)
+        if value:
             try:
-                plan = plan_memory(trainer.model.config, **{**step, **change}, budget_gib=gib(limit))
+                plan = plan_memory(trainer.model.config, **planned_step(trainer.model, changed), budget_gib=limit)
             except LowtideError as failed:
-                why = str(failed)
+                why = str(failed).partition(": ")[2]
             else:
-                beside = f" beside --memory-budget {gib(limit):.2f}GiB" if change else ""
-                helps.append(f"  {options}{beside}: {gib(plan.peak_bytes):.2f} GiB")
+                change = f"--{name} {value}{more} beside " if divided > 1 else ""
+                helps.append(f"  {change}--memory-budget {limit:.2f}GiB: {gib(plan.peak_bytes):.2f} GiB")
     if not helps:
-        yield f"Nothing near it fits. {' '.join(why.split())}"
+        yield f"Nothing near it fits: {' '.join(why.split())}"
         return
-    yield f"What would fit, by the planner, of {rows} x {tokens} tokens:"
+    yield f"What would fit, by the planner, of {step['batch_size']} x {step['seq_len']} tokens:"
     yield from helps
 
 

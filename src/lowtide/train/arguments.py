@@ -26,7 +26,7 @@ AUTO = "auto"  # as --resume_from_checkpoint: a new run where the folder has no 
 _HUB_DATASET = re.compile(r"(?!.*\.[A-Za-z]\w*$)[\w-][\w.-]*/[\w-][\w.-]*")  # org/Hermes-2.5, not data/rows.jsonl
 _LAUNCHED = "LOWTIDE_LAUNCHED"  # in the environment of processes that `lowtide train --accelerate_config` has started
 _LAUNCHER = ("accelerate_config", "num_processes")
-_EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "config", *_LAUNCHER)
+_EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "num_train_epochs", "config", *_LAUNCHER)
 _SCRATCH = {
     "learning_rate": 2e-3,
     "lr_scheduler_type": "cosine",
@@ -76,7 +76,6 @@ class RunArguments:
     def __post_init__(self) -> None:
         for name, alone, needs in (
             ("--json", self.json is not None and not self.compare, "--compare"),
-            ("--host-budget", self.host_budget and not self.memory_budget, "--memory-budget"),
             ("--no-patch", not self.patch and self.memory_budget, "no --memory-budget"),
         ):
             if alone:
@@ -98,25 +97,25 @@ class ScratchArguments:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Arguments:
     """What `parse` makes of a command line.
 
     Attributes:
+        words: the command line.
         run: lowtide's own options.
         training: TRL's `SFTConfig`, or `BlockArguments`.
         model: TRL's `ModelConfig`, or `ScratchArguments`.
         script: TRL's `ScriptArguments`; None for random weights.
         mixture: TRL's `DatasetMixtureConfig`; None for random weights.
-        words: the command line.
     """
 
+    words: tuple[str, ...]
     run: RunArguments
     training: Any
     model: Any
     script: Any = None
     mixture: Any = None
-    words: tuple[str, ...] = ()
 
     @property
     def fine_tunes(self) -> bool:
@@ -207,74 +206,47 @@ def parse(words: Sequence[str]) -> Arguments:
         ArgumentValueError: a file that is not there, an option that there is not, with the nearest one, or a value that
             its library refuses.
     """
-    fine_tunes = check_early(peek(words))
+    early = peek(words)
+    fine_tunes = check_early(early)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)  # TRL's defaults have old names of options
-            found = _parse_sft(words) if fine_tunes else _parse_scratch(words)
+            found = _parse(words, fine_tunes=fine_tunes, epochs="num_train_epochs" in early)
+    except ArgumentValueError:
+        raise
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        if isinstance(error, ArgumentValueError):
-            raise
         expected = "values that TRL and transformers accept"
         raise ArgumentValueError(message("options", expected, " ".join(str(error).split()))) from error
     _check(found)
     return found
 
 
-def _parse_sft(words: Sequence[str]) -> Arguments:
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
-
-    parser = _parser_of(TrlParser, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RunArguments)
-    # An MLP whose adapters have dropout cannot be fused; bfloat16 is slow on a CPU.
-    _set_defaults(parser, lora_dropout=0.0, **({} if _has_bf16() else {"bf16": False}))
-    *parsed, unknown = parser.parse_args_and_config(list(words), return_remaining_strings=True)
-    _check_unknown(unknown, parser)
-    script, training, model, mixture, run = parsed
-    return Arguments(run=run, training=training, model=model, script=script, mixture=mixture, words=tuple(words))
-
-
-def _parse_scratch(words: Sequence[str]) -> Arguments:
+def _parse(words: Sequence[str], *, fine_tunes: bool, epochs: bool) -> Arguments:
+    """Return what a library's parser makes of a command line, and of the file that it names."""
+    import torch
     from transformers import HfArgumentParser
 
-    from lowtide.train.trainers import BlockArguments
-
-    parser = _parser_of(HfArgumentParser, ScratchArguments, BlockArguments, RunArguments)
-    given, rest = _take(words, "config")
-    in_file = _from_file(given["config"]) if given else {}
-    in_file.pop("env", None)
-    rest = [*words_of(in_file), *rest]  # of words the later ones hold
-    epochs = any(re.match("--num[_-]train[_-]epochs", word) for word in rest)
-    _set_defaults(parser, **_SCRATCH, max_steps=-1 if epochs else _SCRATCH_STEPS, bf16=_has_bf16())
-    model, training, run, unknown = parser.parse_args_into_dataclasses(
-        rest, return_remaining_strings=True, look_for_args_file=False
-    )
-    _check_unknown(unknown, parser)
-    return Arguments(run=run, training=training, model=model, words=tuple(words))
-
-
-def _has_bf16() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-
-
-def _set_defaults(parser: Any, **own: Any) -> None:
-    """Set defaults that are not the libraries': of both kinds of runs, and a kind's own."""
-    import torch
-
-    parser.set_defaults(
-        use_cpu=not torch.accelerator.is_available(),
-        disable_tqdm=not sys.stderr.isatty(),
-        logging_nan_inf_filter=False,  # a NaN is logged as one
+    types: tuple[Any, ...]
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    defaults: dict[str, Any] = {
+        "use_cpu": not torch.accelerator.is_available(),
+        "disable_tqdm": not sys.stderr.isatty(),
+        "logging_nan_inf_filter": False,  # a NaN is logged as one
         # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
-        ddp_find_unused_parameters=False,
-        **own,
-    )
+        "ddp_find_unused_parameters": False,
+    }
+    if fine_tunes:
+        from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
+        types = (RunArguments, SFTConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
+        # An MLP whose adapters have dropout cannot be fused; bfloat16 is slow on a CPU.
+        defaults |= {"lora_dropout": 0.0, **({} if has_bf16 else {"bf16": False})}
+    else:
+        from lowtide.train.trainers import BlockArguments
 
-def _parser_of(kind: type, *types: type) -> Any:
-    """Return a library's parser whose errors are lowtide's, and whose options are written out."""
-    parser: Any = kind(types, allow_abbrev=False, add_help=False)
+        types = (RunArguments, BlockArguments, ScratchArguments)
+        defaults |= {**_SCRATCH, "max_steps": -1 if epochs else _SCRATCH_STEPS, "bf16": has_bf16}
+    parser: Any = HfArgumentParser(types, allow_abbrev=False, add_help=False)
 
     def error(text: str) -> None:
         argument, _, wrong = text.partition(": ")
@@ -282,16 +254,20 @@ def _parser_of(kind: type, *types: type) -> Any:
         raise ArgumentValueError(message(name, "a value that TRL and transformers accept", wrong or text))
 
     parser.error = error
-    return parser
-
-
-def _check_unknown(words: Sequence[str], parser: Any) -> None:
-    _, unknown = _take(words, *_LAUNCHER)
+    given, rest = _take(words, "config", *_LAUNCHER)
+    in_file = _from_file(given["config"]) if "config" in given else {}
+    os.environ |= {name: str(value) for name, value in in_file.pop("env", {}).items()}  # as TrlParser does
+    known = {action.dest for action in parser._actions}
+    parser.set_defaults(**defaults | {name: value for name, value in in_file.items() if name in known})
+    *parsed, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True, look_for_args_file=False)
+    unknown += [f"--{name}" for name in in_file if name not in {*known, *_LAUNCHER}]
     if unknown:
         name = next((word for word in unknown if word.startswith("--")), unknown[0]).partition("=")[0]
-        known = (flag for action in parser._actions for flag in action.option_strings)
         expected = "an option of `trl sft`, transformers' TrainingArguments or `lowtide train --help`"
-        raise ArgumentValueError(message(name, expected, "another name", did_you_mean(name, known)))
+        raise ArgumentValueError(
+            message(name, expected, "another name", did_you_mean(name, parser._option_string_actions))
+        )
+    return Arguments(tuple(words), *parsed)
 
 
 def _check(found: Arguments) -> None:
@@ -306,8 +282,7 @@ def _check(found: Arguments) -> None:
         if value is not None and value < least:
             raise ArgumentValueError(message(name, f"a whole number of at least {least}", str(value)))
     needs = [(f"--{name}", package) for name, package in _NEEDS.items() if getattr(model, name, False)]
-    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
-    needs += [(f"--report_to {name}", name) for name in trackers if name in _TRACKERS]
+    needs += [(f"--report_to {name}", name) for name in args.report_to if name in _TRACKERS]
     for name, package in needs:
         if find_spec(package) is None:
             raise ArgumentValueError(

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.machine import describe_machine
 from lowtide.measure.output_files import check_output_files
+from lowtide.measure.text import table
 from lowtide.measure.units import mib
 from lowtide.train.arguments import Arguments, parse, words_of
 from lowtide.train.meter import WARM_STEPS, RunResult
@@ -35,7 +34,6 @@ _SAID_BLOCKS = 5  # between two lines about the progress
 _PATIENCE = 2.0  # seconds between two looks whether anybody still waits for the figures
 _EARLY_STEPS = 20
 _STEP, _RATE = "step, ms (median)", "tokens/s"
-_TIMES = {_STEP: 1, _RATE: -1}  # whose ratio is that of paired blocks, or its inverse
 # Up to which a difference of losses is rounding: in the first steps, and later, as training feeds each step's rounding
 # back into the next. In float32 the small run measured 2e-6 up to step 50, 6e-5 at 300, 2e-4 at 500; a wrong gradient
 # shows early. In 16 bits the stock model itself is up to 5e-3 away from float32.
@@ -118,41 +116,37 @@ class Comparison:
             "lowtide": {**self.figures(self.patched), "losses": self.patched.losses},
         }
 
-    def show(self, console: Console) -> None:
-        """Print the two runs side by side."""
-        table = Table("", "stock", "lowtide", "lowtide / stock", title="the same model, seed and data")
-        for column in table.columns[1:]:
-            column.justify = "right"
-        patched = self.figures(self.patched)
+    def __str__(self) -> str:
+        ratios = {_STEP: self.step_ratio, _RATE: 1 / self.step_ratio}
+        patched, rows = (
+            self.figures(self.patched),
+            [["same model, seed and data", "stock", "lowtide", "lowtide / stock"]],
+        )
         for name, value in self.figures(self.stock).items():
             other, form = patched[name], ".4f" if "loss" in name else ",.0f"
-            shown = ["-" if figure is None else format(figure, form) for figure in (value, other)]
-            if name in _TIMES:
-                shown.append(f"{self.step_ratio ** _TIMES[name]:.2f}")
-            elif "peak" in name and value and other:
-                shown.append(f"{other / value:.2f}")
-            table.add_row(name, *shown)
-        console.print()
-        console.print(table, highlight=False)
+            if "peak" in name and value and other:
+                ratios[name] = other / value
+            cells = ["-" if figure is None else format(figure, form) for figure in (value, other)]
+            rows.append([name, *cells, f"{ratios[name]:.2f}" if name in ratios else ""])
         said = [f"{d:.0e} (rounding: up to {most:.0e})" for d, most in zip(self.differences, self.bounds, strict=True)]
-        for line in (
-            f"losses of {len(self.stock.losses)} steps: {'equal to rounding' if self.equal else 'NOT EQUAL'}; the "
-            f"largest difference is {said[0]} in the first {_EARLY_STEPS} steps and {said[1]} later",
-            f"losses without logits: {self.patched.calls_fused}, with: {self.patched.calls_materialised}",
-            f"times: the runs took turns every {self.block} steps; the ratio is the median over pairs of blocks",
-        ):
-            console.print(line, highlight=False, soft_wrap=True)
+        return f"""
+{table(rows)}
+
+losses of {len(self.stock.losses)} steps: {"equal to rounding" if self.equal else "NOT EQUAL"}; the largest \
+difference is {said[0]} in the first {_EARLY_STEPS} steps and {said[1]} later
+losses without logits: {self.patched.calls_fused}, with: {self.patched.calls_materialised}
+times: the runs took turns every {self.block} steps; the ratio is the median over pairs of blocks
+"""
 
 
-def compare(found: Arguments, console: Console) -> Comparison:
+def compare(found: Arguments) -> Comparison:
     """Train the same model on the same data with lowtide and without, in two interleaved processes, and compare.
 
     Args:
         found: the options of a run.
-        console: where the table is printed.
 
     Returns:
-        Comparison: both runs' losses, peaks and step times.
+        Comparison: both runs' losses, peaks and step times; print it for the table.
 
     Raises:
         ArgumentValueError: the options or the data cannot be used, or the figures' file not be written.
@@ -179,7 +173,6 @@ def compare(found: Arguments, console: Console) -> Comparison:
         stock, patched = _interleaved([*found.words, *words_of(shared)], block)
     narrow = found.gemm_dtype != "float32"
     comparison = Comparison(stock=stock, patched=patched, block=block, bounds=_NARROW if narrow else _FLOAT32)
-    comparison.show(console)
     if found.run.json is not None:
         content = {"command": ["lowtide", "train", *found.words], **comparison.to_json()}
         Path(found.run.json).write_text(json.dumps(content, indent=2) + "\n")

@@ -104,13 +104,6 @@ class FiniteLoss(TrainerCallback):  # type: ignore[misc]
     Gradients are averaged, so that one rank's NaN reaches all weights with that step.
     """
 
-    def __init__(self) -> None:
-        self._at = 0
-
-    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Take over the step of a resumed run."""
-        self._at = state.global_step
-
     def on_log(self, args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Check what is logged.
 
@@ -119,14 +112,12 @@ class FiniteLoss(TrainerCallback):  # type: ignore[misc]
         """
         if "loss" not in logs:
             return
-        step, first = state.global_step, self._at + 1
-        self._at = step
         # a scaler of float16 leaves out the steps with gradients that overflow
         norm = 0.0 if args.fp16 else float(logs.get("grad_norm", 0.0))
         name, value = ("gradient norm", norm) if math.isfinite(logs["loss"]) else ("training loss", float(logs["loss"]))
         if math.isfinite(value):
             return
-        got = f"{value} at step {step}" if step == first else f"{value} in steps {first} to {step}"
+        got = f"{value} by step {state.global_step}"
         hint = "Start again with a lower one, or in float32 (--bf16 false). "
         hint += "A resume repeats the same step from the last checkpoint."
         raise ArgumentValueError(message("--learning_rate", f"a {name} that stays finite", got, hint))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,7 @@ def _place(name: str, index: int) -> str:
     """Return the file and line of a row, or its number in the data."""
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == _LINES:
-        for row, (number, _) in enumerate(_numbered(path)):
-            if row == index:
-                return f"line {number:,} of {path}"
+        return f"line {next(islice(_numbered(path), index, None))[0]:,} of {path}"
     return f"row {index + 1:,} of {name}"
 
 

@@ -96,15 +96,11 @@ class StepMeter(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.result = RunResult()
         self._began: float | None = None
-        self._at = self._tokens = 0  # step of the last log, tokens since
-
-    def add_batch(self, tokens: int) -> None:
-        """Count a batch's tokens."""
-        self._tokens += tokens
+        self._at = self._tokens = 0  # step of the last log, and tokens until then
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Take over the step of a resumed run."""
-        self._at = state.global_step
+        self._at, self._tokens = state.global_step, state.num_input_tokens_seen
         self.result.on_gpu = args.device.type == "cuda"
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -120,8 +116,8 @@ class StepMeter(TrainerCallback):  # type: ignore[misc]
         if self._began is not None:
             mean = (time.perf_counter() - self._began) / steps
             result.step_seconds += [mean] * steps
-            result.step_tokens += [self._tokens / steps] * steps
-        self._began, self._at, self._tokens = None, state.global_step, 0
+            result.step_tokens += [(state.num_input_tokens_seen - self._tokens) / steps] * steps
+        self._began, self._at, self._tokens = None, state.global_step, state.num_input_tokens_seen
         if len(result.step_seconds) >= WARM_STEPS and result.warm_bytes is None:  # peaks count from here
             if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
                 libc.malloc_trim(0)  # what is freed goes back to the system: resident is what is used

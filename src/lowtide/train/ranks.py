@@ -1,4 +1,4 @@
-"""The processes of a run, which torchrun or `accelerate launch` has started, and what is corrected of FSDP2."""
+"""The processes of a run, which torchrun or `accelerate launch` has started, and what they say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.errors import LowtideError
 
 _FIRST_REPORTS_SECONDS = 3.0
 
@@ -90,31 +90,3 @@ def leave_group() -> None:
     gc.collect()  # trainer, model and callbacks refer to each other
     PartialState().wait_for_everyone()  # nobody closes a connection that another rank's last collective still uses
     PartialState().destroy_process_group()
-
-
-def check_fsdp2_has_gpus(state: Any) -> None:
-    """Raise where accelerate, whose state this is, takes DDP in the place of FSDP2.
-
-    Raises:
-        ArgumentValueError: FSDP2 is asked for without GPUs.
-    """
-    from accelerate.utils import parse_flag_from_env
-
-    asked = state.num_processes > 1 and parse_flag_from_env("ACCELERATE_USE_FSDP")
-    if asked and getattr(state, "fsdp_plugin", None) is None:
-        raise ArgumentValueError(message("--accelerate_config", "GPUs for FSDP2", "none", "Take multi_gpu."))
-
-
-def reduce_in_float32(state: Any) -> None:
-    """Let FSDP2 reduce gradients in float32: accelerate's policy does in 16 bits, and rounds the loss to them.
-
-    Args:
-        state: accelerate's, before it prepares a model.
-    """
-    plugin = getattr(state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 2 and state.mixed_precision != "no":
-        import torch
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[state.mixed_precision]
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_callback import PrinterCallback
 
@@ -29,17 +29,18 @@ from lowtide.train.endings import FiniteLoss, SaveAndStop, Terminated, is_lost_r
 from lowtide.train.meter import RunResult, StepMeter
 from lowtide.train.ranks import first_does, in_group, is_first_rank, leave_group
 
+say = partial(print, flush=True)
 _HUB = ("huggingface_hub", "httpx")  # modules of its client's errors, and of its connection's
 
 
 def train(
-    found: Arguments, *, console: Console | None = None, saves: bool = True, callbacks: Sequence[Any] = ()
+    found: Arguments, *, show: Callable[[str], object] = say, saves: bool = True, callbacks: Sequence[Any] = ()
 ) -> RunResult:
     """Train as the options say, save the model, and return what was measured.
 
     Args:
         found: the options, of `lowtide.train.arguments.parse`.
-        console: where lines are printed; standard output without it.
+        show: is given lines to print, of the first rank.
         saves: whether checkpoints and the model are written, and lines printed; not of a side of a comparison.
         callbacks: of the trainer, before lowtide's.
 
@@ -51,13 +52,7 @@ def train(
         OutOfMemory: a step, or the model, needs more memory than there is; the text says what would fit.
     """
     group_was_there = in_group()
-    console = console or Console()
-
-    def show(text: str) -> None:
-        if saves and is_first_rank():
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    outcome = _run(found, show, saves, callbacks)
+    outcome = _run(found, show if saves and is_first_rank() else lambda _: None, saves, callbacks)
     if not group_was_there:
         leave_group()  # here, where nothing of the run is left that its threads could hold
     if isinstance(outcome, Terminated):
@@ -66,7 +61,7 @@ def train(
 
 
 def _run(
-    found: Arguments, show: Callable[[str], None], saves: bool, callbacks: Sequence[Any]
+    found: Arguments, show: Callable[[str], object], saves: bool, callbacks: Sequence[Any]
 ) -> RunResult | Terminated:
     """Train, evaluate what is held out and save the model; return what was measured, or the signal that ended it."""
     args, run, output = found.training, found.run, Path(found.training.output_dir)

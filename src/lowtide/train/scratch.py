@@ -93,17 +93,7 @@ def make_tokenizer(name: str | None, text: list[str], config: Any) -> Any:
 
 
 def _train_tokenizer(text: list[str], size: int) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
     def sample() -> Iterator[str]:
         left = _TRAINING_CHARACTERS
@@ -113,8 +103,9 @@ def _train_tokenizer(text: list[str], size: int) -> Any:
             left -= len(piece)
             yield piece
 
-    tokenizer.train_from_iterator(sample(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(sample(), size, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained.to_str()), eos_token=END_OF_TEXT)
 
 
 def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, most: int | None, seed: int) -> Any:

@@ -69,21 +69,11 @@ def model_config(name: str) -> Any:
     Raises:
         ArgumentValueError: there is no such model, or its config cannot be used.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
-    if name in SHAPES:
-        settings, where = SHAPES[name], name
-    else:
-        file = config_file(name)
-        where = str(file)
-        try:
-            settings = json.loads(file.read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ArgumentValueError(message("model", "a readable JSON config", f"{file} ({error})")) from error
-    if not isinstance(settings, dict) or "model_type" not in settings:
-        raise ArgumentValueError(message("model", "a config with a model_type", f"{where}, which has none"))
+    where = name if name in SHAPES else str(config_file(name))
     try:
-        return AutoConfig.for_model(**settings)
+        return AutoConfig.for_model(**(SHAPES.get(name) or PretrainedConfig.get_config_dict(where)[0]))
     except Exception as error:  # transformers' checks of configs have no common base
         expected, hint = "a config that transformers accepts", "Fix the config, or take a built-in name."
         got = f"{where}: {' '.join(str(error).split())[:300]}"

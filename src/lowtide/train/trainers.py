@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from accelerate.utils import parse_flag_from_env
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer, TrainingArguments
 
-from lowtide.train.ranks import check_fsdp2_has_gpus, reduce_in_float32
+from lowtide.errors import ArgumentValueError, message
 
 
 @dataclass
@@ -22,9 +24,9 @@ class BlockArguments(TrainingArguments):  # type: ignore[misc]
 
 
 class BaseTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose FSDP2 reduces in float32, with a log before each save, and tokens that callbacks count.
+    """A Trainer whose FSDP2 reduces in float32, with a log before each save.
 
-    A callback with ``add_batch(tokens)`` is told of each batch: the tokens of all ranks, padding included.
+    ``state.num_input_tokens_seen`` has the tokens of all ranks, padding included, without a wait for a device.
     """
 
     label_smoother: Any
@@ -35,29 +37,35 @@ class BaseTrainer(Trainer):  # type: ignore[misc]
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and correct what it makes of FSDP2."""
+        """Make the accelerator, and let FSDP2 reduce in float32: in 16 bits it rounds the loss to them.
+
+        Raises:
+            ArgumentValueError: FSDP2 is asked for without GPUs: accelerate takes DDP in its place.
+        """
         super().create_accelerator_and_postprocess()
-        check_fsdp2_has_gpus(self.accelerator.state)
-        reduce_in_float32(self.accelerator.state)
+        state = self.accelerator.state
+        plugin = getattr(state, "fsdp_plugin", None)
+        if plugin is None and state.num_processes > 1 and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            raise ArgumentValueError(message("--accelerate_config", "GPUs for FSDP2", "none", "Take multi_gpu."))
+        if plugin is not None and plugin.fsdp_version == 2 and state.mixed_precision != "no":
+            narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[state.mixed_precision]
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
-        if self.state.global_step < self.state.max_steps:
-            return super().get_batch_samples(*args, **kwargs)
-        self.control.should_training_stop = True
-        return [], None
+        """Return the batches of a step, whose tokens count; none if a resumed run has done its steps: `Trainer` would
+        do one more.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        self.state.num_input_tokens_seen += self.args.world_size * sum(one["input_ids"].numel() for one in batches)
+        return batches, items
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the number of labels that a step's loss is averaged over, at least 1: without any the loss is 0."""
-        items = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)
-        return items.clamp(min=1) if isinstance(items, Tensor) else items
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do the step, and tell the callbacks of its tokens."""
-        for callback in self.callback_handler.callbacks:
-            if add := getattr(callback, "add_batch", None):
-                add(inputs["input_ids"].numel() * self.args.world_size)
-        return super().training_step(model, inputs, *args, **kwargs)
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the number of labels that a loss is averaged over, at least 1: without any the loss is 0."""
+        items = super()._get_num_items_in_batch(*args, **kwargs)
+        return items.clamp(min=1) if isinstance(items, torch.Tensor) else items
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log before a checkpoint, an evaluation and the end, so that no weights are used that made the loss NaN."""
