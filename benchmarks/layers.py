@@ -86,7 +86,6 @@ def rows_of(op: str, inputs: tuple[Tensor, ...], moved: tuple[int, int], run: Ru
 
 def measure(run: Run) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
-    run.result["config"] = run.settings
     N, D, d = config.tokens, config.hidden, config.head_dim
     generator = torch.Generator(run.device).manual_seed(0)
 

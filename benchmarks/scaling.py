@@ -70,7 +70,6 @@ class ScalingConfig(Settings):
 def measure(run: Run) -> None:
     one: dict[tuple[str, str], float] = {}  # a way's and model's speed on one GPU
     config, rows = run.config, run.result.setdefault("rows", [])
-    run.result |= run.settings
     run.say(TABLE.header)
     for ranks, way, model in product(config.ranks, config.way, config.model):
         row = {"ranks": ranks, "way": way, "model": model, **in_processes(ranks, way, model, config)}

@@ -37,7 +37,7 @@ PEERS: dict[str, Any] = {kind: module.PEERS for kind, module in MODULES.items()}
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 SIZES = {  # small ones, in the place of an example's
     "head": "--shape 32,8,64",
-    "sweep": "--shape 9,4,30 --axis D",
+    "sweep": "--shape 9,4,64",
     "stats": "--shape 32,8,64",
     "mlp": "--shape 1,8,4,6",
     "step": "--tokens 16 --model small.json",
@@ -54,7 +54,7 @@ IN_ROWS = {
     "head": MEASURED | {"loss_error", "dx_error", "dw_error"},
     "sweep": MEASURED | {"loss_error", "dx_error", "dw_error"},
     "stats": MEASURED | {"errors"},
-    "mlp": MEASURED | {"gemms", "over"},
+    "mlp": MEASURED | {"gemms"},
     "step": {"way", "tokens", "seconds", "spread", "tokens_per_s", "peak_gib", "losses", "attention"},
 }
 
@@ -89,13 +89,14 @@ def examples(kind: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[s
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What would have a process of its own runs here, in an empty folder, at a commit of that name."""
+    """What would have a process of its own runs here, in an empty folder; COMMIT is set, and sweeps are short."""
 
     def here(function: Any, *args: Any, **_: Any) -> ChildResult:
         value = function(*json.loads(json.dumps(args)))
         return ChildResult(returncode=0, value=json.loads(json.dumps(value)))
 
     monkeypatch.setattr(step, "run_child", here)
+    monkeypatch.setattr("lowtide.bench.config.AROUND", (1 / 8, 2))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # slow, as is collecting garbage
     monkeypatch.setattr(gc, "collect", lambda: 0)
     monkeypatch.setenv("COMMIT", "abc")  # else git looks through all files, each time
@@ -153,14 +154,13 @@ BAD = {
     },
     "sweep": {
         "--shape all": "--shape: expected one shape",
-        "--axis K": "argument --axis: invalid choice: 'K'",
     },
     "stats": {"--work nonsense": "argument --work: invalid choice"},
     "mlp": {"--shape 1,2,3": "--shape: expected llama-8b-32k, "},
     "step": {
         "--model nonsense": "--model: expected a folder with a config.json",
         "--tokens 1": "--tokens: expected a whole number of at least 2",
-        "--peer nobody": "argument --peer: invalid choice",
+        "--peer nobody": "impl: expected names out of stock, compile",
         "--policy some": "--policy: expected all, attention",
     },
 }
@@ -219,15 +219,15 @@ def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.Capt
     words = [*SMALL[kind].split(), *SIZES[kind].split(), *QUICK]
     assert found["command"] == shlex.join(["lowtide", "bench", kind, *words])
     rows = rows_of(found)
-    assert len(rows) == (10 if kind == "sweep" else 2)
+    assert len(rows) == (12 if kind == "sweep" else 2)
     for row in rows:
         assert IN_ROWS[kind] <= set(row), row
         assert "failed" not in row
     if kind == "step":
         assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-4)
     if kind == "sweep":
-        assert [point["D"] for point in found["points"]] == [4, 1, 2, 8, 16]
-        assert rows[0]["tflops"] == pytest.approx(6 * 9 * 4 * 30 / rows[0]["ms"] / 1e9)
+        assert [point["N"] for point in found["points"]] == [9, 1, 18, 9, 9, 9]
+        assert rows[0]["tflops"] == pytest.approx(6 * 9 * 4 * 64 / rows[0]["ms"] / 1e9)
     assert capsys.readouterr().out.endswith(f"written: {file.name}\n")
     names = next((f.metadata["names"] for f in dataclasses.fields(CONFIGS[kind]) if f.name == "only"), ())
     assert tuple(PEERS[kind]) == tuple(names)
@@ -237,8 +237,7 @@ def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.Capt
 def test_a_sweep_has_each_point_once_around_its_center() -> None:
     config = CONFIGS["sweep"](shape=("16,4,32",))
     found = [(shape.N, shape.D, shape.V) for shape in config.shapes]  # type: ignore[attr-defined]
-    assert found[0] == (16, 4, 32)
-    assert len(found) == len(set(found)) == 1 + 6 + 4 + 6  # a 16th and an 8th of 4 are less than 1
+    assert found == [(16, 4, 32), (2, 4, 32), (32, 4, 32), (16, 8, 32), (16, 4, 4), (16, 4, 64)]  # an 8th of 4 is none
 
 
 def broken(*_: object, **__: object) -> Any:

@@ -29,7 +29,7 @@ def row_of(way: str, tokens: int = 16, **more: Any) -> dict[str, Any]:
 
 def test_states_are_offloaded_where_a_name_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(step, "offload_optimizer", lambda optimizer, model, **how: seen.append(how))
+    monkeypatch.setattr(models, "offload_optimizer", lambda optimizer, model, **how: seen.append(how))
     for way in ("lowtide:all@states=2", "lowtide:all"):
         row = row_of(way)
         assert row["seconds"] > 0

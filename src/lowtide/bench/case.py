@@ -272,14 +272,15 @@ def measure_case(
     ``entry`` gets what the result has of the case, and under the key ``rows`` a row of each peer, with what ``more`` of
     case, peer and row adds. ``gradients_mib`` is the size of the gradients that are returned, which is in every peak.
     """
-    times = partial(time_side_by_side, device=run.device, **run.rounds)
+    times = partial(time_side_by_side, device=run.device, warm=run.config.warm, reps=run.config.reps)
     exact, gradients_mib = case.exact(), mib(sum(leaf.nbytes for leaf in case.leaves if case.upstream))
     release(run.device)
     limit = limit_of(case, times)
     entry |= {**vars(case.shape), "work": case.name, "tokens": len(case.x), "gradients_mib": gradients_mib, rows: []}
     entry |= {"limits": [limit], **{f"limit_{key}": value for key, value in limit.items()}}
     about = f"{limit['ms']:.2f} ms, {limit['tflops']:.3g} TFLOP/s; gradients {gradients_mib:.1f} MiB"
-    run.say(f"\n{case.shape} {run.dtype_name}, {case.name}: the bare GEMMs take {about}\n{table.header}")
+    shape = ", ".join(f"{key} {value}" for key, value in vars(case.shape).items())
+    run.say(f"\n{shape}: {case.name} in {run.dtype_name}; the bare GEMMs take {about}\n{table.header}")
     for peer in peers or run.chosen:
         row = row_of(case, peer, limit["rows"] if case.names else peer.gemms, exact, times)
         run.add(row | more(case, peer, row), entry[rows], table)
@@ -287,8 +288,9 @@ def measure_case(
 
 def measure_shapes(run: Run, make: Callable[..., Case], *, entries: str = "shapes", **how: Any) -> None:
     """Measure the case that ``make`` returns of each shape, as `measure_case` does."""
-    run.result[entries] = [{} for _ in run.config.shapes]
-    for shape, entry in zip(run.config.shapes, run.result[entries], strict=True):
+    shapes = run.result[entries] = []
+    for shape in run.config.shapes:
+        shapes.append(entry := Row())
         measure_case(run, make(shape, run.dtype, run.device), entry, **how)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowtide.bench.settings import RoundSettings, Settings, Shape, ShapeSettings, setting, shape_setting
-from lowtide.bench.variant import LOWTIDE
-from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
+from lowtide.bench.variant import IMPLEMENTATIONS, LOWTIDE, PEER_POLICIES, Variant
+from lowtide.memory.policy import FORM, STATES_FORM, split_states
 
 HEAD_PEERS = (
     "lowtide", "naive", "compile", "liger", "liger-sm90", "liger-native", "cce", "cce-exact", "quack", "trl", "torch",
@@ -33,10 +33,7 @@ MLPS = {
     "llama-8b-32k": (1, 32768, 4096, 14336),
     "llama-70b-8k": (1, 8192, 8192, 28672),
 }
-STEP_PEERS = (
-    "liger", "liger:attention", "liger:all", "stock", "stock:attention", "stock:all", "compile", "compile:all",
-)  # fmt: skip
-AROUND = tuple(2.0**k for k in range(-4, 3))  # of the sweep: times the shape's own size
+AROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 2, 4)  # of the sweep: times the shape's own size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +67,20 @@ class SweepBenchConfig(HeadBenchConfig):
     benchmark, summary = "sweep", "the same over tokens, hidden size and vocabulary"
     examples: ClassVar = {
         "": "around 16384 tokens, hidden size 2048, vocabulary 131072",
-        "--shape 8192,4096,128256 --axis V --only lowtide liger": "the vocabulary around a shape of your own",
+        "--shape 8192,4096,128256 --only lowtide liger": "around a shape of your own, two peers",
         "--shape 256,64,2048 --device cpu": "a small run without a GPU",
     }
-
-    axis: tuple[str, ...] = setting(("N", "D", "V"), "sizes that vary, one at a time", metavar="AXIS", names="NDV")
 
     @property
     def shapes(self) -> list[Shape]:
         """All shapes, the one where the lines cross first."""
         center, *more = super().shapes
         self.require("shape", not more, "one shape, where the lines cross")
-        sizes = {axis: [int(vars(center)[axis] * times) for times in AROUND if times != 1] for axis in self.axis}
-        points = [{"name": f"{axis}={size}", axis: size} for axis in sizes for size in sizes[axis] if size]
-        return [center, *(Shape(**{**vars(center), **point}) for point in points)]
+        points = [center]
+        for axis in ("N", "D", "V"):
+            sizes = [int(vars(center)[axis] * times) for times in AROUND]
+            points += [Shape(**{**vars(center), "name": f"{axis}={size}", axis: size}) for size in sizes if size]
+        return points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,9 @@ class StepBenchConfig(RoundSettings):
 
     tokens: tuple[int, ...] = setting((8192, 32768, 65536), "lengths of a sequence", metavar="T", least=2)
     peer: tuple[str, ...] = setting(
-        ("liger", "liger:attention", "stock", "compile"), "these peers", metavar="PEER", names=STEP_PEERS
+        ("liger", "liger:attention", "stock", "compile"),
+        f"out of {', '.join(IMPLEMENTATIONS)}, or NAME:POLICY, out of {', '.join(PEER_POLICIES)}",
+        metavar="PEER",
     )
     policy: tuple[str, ...] = setting(
         ("input", "attention", "all-mlp1", "all"),
@@ -158,8 +157,8 @@ class StepBenchConfig(RoundSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for text in self.policy:
-            parse_policies(split_states(text)[0])
+        for way in self.variants:
+            Variant.named(split_states(way)[0])
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +97,10 @@ def begin(
     """
     machine, today = describe_machine(sorted({*packages} - {""})), dt.datetime.now(tz=dt.UTC).date().isoformat()
     root, gpu = Path(folder), str(machine["gpu"]).lower() if device.type == "cuda" else "cpu"
-    short = next((word for word in re.split("[^a-z0-9]+", gpu) if re.search(r"\d", word)), gpu.split()[-1])
+    short = [*re.findall(r"[a-z]*\d[a-z\d]*", gpu), gpu.split()[-1]][0]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if not os.access(root, os.W_OK):
-            raise PermissionError("it cannot be written")
+        tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         raise ArgumentValueError(message("output", "a folder that can be written", f"{root} ({error})")) from error
     names = (root / f"{today}-{benchmark}-{short}{f'-{i}' * (i > 1)}.json" for i in itertools.count(1))
@@ -128,9 +128,9 @@ def replace(target: Path, write: Callable[[Path], object]) -> None:
 class Run:
     """A benchmark under way: its config, peers by name, the device, and the dtype of its inputs.
 
-    ``settings`` are the config's, all but the folder, with the chosen device and dtype; ``rounds`` the numbers of
-    rounds. ``result`` is what ``file`` holds: what `begin` returns, with the versions of the settings' and the peers'
-    packages, and what the benchmark adds. ``status`` is the exit status: 1 after a row that `is_failure`.
+    ``settings`` are the config's, all but the folder, with the chosen device and dtype. ``result`` is what ``file``
+    holds: what `begin` returns, with the versions of the config's and the peers' packages, the settings, and what the
+    benchmark adds. ``status`` is the exit status: 1 after a row that `is_failure`.
 
     Raises:
         UnsupportedError: there is no such device.
@@ -148,11 +148,9 @@ class Run:
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         packages = [*config.packages, *(peer.package for peer in peers.values())]
         self.file, self.result = begin(config.output, config.benchmark, command, self.device, packages)
-        self.rounds = {key: vars(config)[key] for key in ("warm", "reps") if key in vars(config)}
-        self.result |= {"dtype": self.dtype_name, **self.rounds}
-
-        chosen = {"device": self.device.type, "dtype": self.dtype_name}
-        self.settings = {key: value for key, value in (vars(config) | chosen).items() if key != "output"}
+        self.settings = {**vars(config), "device": self.device.type, "dtype": self.dtype_name}
+        del self.settings["output"]
+        self.result |= self.settings
 
     @property
     def chosen(self) -> list[Peer]:

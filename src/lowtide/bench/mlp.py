@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.case import Case, Exact, Function, measure_shapes
-from lowtide.bench.harness import Peer, Row, by_name, compiled, gpu_module
+from lowtide.bench.harness import Peer, by_name, compiled, gpu_module
 from lowtide.bench.variant import LOWTIDE
 from lowtide.mlp.swiglu import swiglu_mlp
 
@@ -93,10 +93,5 @@ PEERS = by_name(
 )
 
 
-def of_module(_: Case, peer: Peer, row: Row) -> Row:
-    """Return more of a module's row: the ``gemms`` of its limit, and ``over``, ``ms / limit_ms - 1``."""
-    return {"gemms": peer.gemms, **({"over": row["ms"] / row["limit_ms"] - 1} if "ms" in row else {})}
-
-
-measure_modules = partial(measure_shapes, more=of_module)
+measure_modules = partial(measure_shapes, more=lambda _, peer, __: {"gemms": peer.gemms})  # of its limit
 measure = partial(measure_modules, make=make_mlp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lowtide.bench.harness import release
 from lowtide.bench.variant import LIGER, OURS, Variant
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.child import allocator_setting
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
-from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory import ActivationPolicy, apply_policy, offload_optimizer
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
@@ -117,32 +118,41 @@ def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.opt
 
 
 def measure_steps(
-    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, *, warm: int, reps: int, wide: bool = False,
-    keep_gradients: bool = False,
+    model: Any, optimizer: str, states: Mapping[str, Any] | None, sizes: tuple[int, int], *, warm: int, reps: int,
+    wide: bool = False, keep_gradients: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what training steps on tokens take, after ``warm`` that do not count: the ``seconds`` of the median of
-    ``reps``, its ``spread``, ``tokens_per_s``, the ``losses`` of all, and ``peak_gib``: of the tensors on a GPU, else
-    of the process. On a GPU also ``reserved_gib``, what PyTorch's allocator held for them, and ``allocator``, its
-    settings. ``wide``: under autocast to bfloat16; ``keep_gradients``: they are set to 0, else freed.
+    """Return what training steps on random tokens take, so many sequences of so many, after ``warm`` that do not count.
+
+    That is the ``seconds`` of the median of ``reps``, its ``spread``, ``tokens_per_s``, the ``losses`` of all, and
+    ``peak_gib``: of the tensors on a GPU, else of the process. On a GPU also ``reserved_gib``, what PyTorch's allocator
+    held for them, and ``allocator``, its settings. ``states`` are arguments of `offload_optimizer`; None: they stay.
+    ``wide``: under autocast to bfloat16; ``keep_gradients``: they are set to 0, else freed.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    stepper, device = make_optimizer(optimizer, trained), trained[0].device
+    if states is not None:
+        offload_optimizer(stepper, model, **states)
+    vocab, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, sizes, generator=generator).to(device)
+    release(device)
     losses: list[Tensor] = []
 
     def step() -> None:
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=wide):
+        with torch.autocast(device.type, torch.bfloat16, enabled=wide):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not keep_gradients)
+        stepper.step()
+        stepper.zero_grad(set_to_none=not keep_gradients)
 
     for _ in range(warm):
         step()
     reset_cuda_peak()
-    timing = time_side_by_side({"step": step}, ids.device, warm=0, reps=reps)["step"]
+    timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
     seconds = timing.median_ms / 1e3
     row: dict[str, Any] = {"seconds": seconds, "spread": timing.spread, "tokens_per_s": ids.numel() / seconds}
     row["losses"] = [loss.item() for loss in losses]
-    if ids.device.type != "cuda":
+    if device.type != "cuda":
         return row | {"peak_gib": gib(peak_resident_bytes())}
     held = {"reserved_gib": gib(cuda_reserved_bytes()), "allocator": allocator_setting()}
     return row | {"peak_gib": gib(cuda_peak_bytes()), **held}

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from lowtide.bench.harness import release
-from lowtide.bench.models import make_optimizer, measure_steps, random_model
+from lowtide.bench.models import measure_steps, random_model
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine
 from lowtide.measure.text import table
 from lowtide.measure.units import gib
-from lowtide.memory import apply_policy, offload_optimizer, remove_policy
+from lowtide.memory import apply_policy, remove_policy
 from lowtide.models import patch
 from lowtide.plan import MemoryPlan
 
@@ -40,13 +40,11 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, 
     before = torch.cuda.memory_allocated()
     try:
         model = planned_model(settings, plan, device)
-        optimizer = make_optimizer(job.optimizer, [p for p in model.parameters() if p.requires_grad])
-        if plan.chosen.states:
-            offload_optimizer(optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
-        ids = torch.randint(0, job.model.vocab, (job.batch_size, job.seq_len), device=device)
+        states = {"gib": plan.states_gib, "late": plan.chosen.late} if plan.chosen.states else None
         wide, keep = job.autocast or (job.adapters is not None and job.narrow < 4), job.keep_gradients
+        sizes, rounds = (job.batch_size, job.seq_len), {"warm": warm, "reps": steps}
         try:
-            measured = measure_steps(model, optimizer, ids, warm=warm, reps=steps, wide=wide, keep_gradients=keep)
+            measured = measure_steps(model, job.optimizer, states, sizes, **rounds, wide=wide, keep_gradients=keep)
         finally:
             remove_policy(model)
     except Exception as error:

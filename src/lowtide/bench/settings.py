@@ -37,10 +37,6 @@ def setting(
 class Shape(SimpleNamespace):
     """Named sizes, such as ``N``, ``D`` and ``V`` of a head: ``vars`` are what a result file has of it."""
 
-    def __str__(self) -> str:
-        numbers = ",".join(str(size) for key, size in vars(self).items() if key != "name")
-        return numbers if self.name == numbers else f"{self.name} ({numbers})"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from lowtide.bench.config import StepBenchConfig
-from lowtide.bench.harness import Peer, Row, Run, Table, reason_in, release
-from lowtide.bench.models import attention_of, build_model, language_part, make_optimizer, measure_steps
+from lowtide.bench.harness import Peer, Row, Run, Table, reason_in
+from lowtide.bench.models import attention_of, build_model, language_part, measure_steps
 from lowtide.bench.variant import Variant
 from lowtide.measure.child import allocator, run_child
-from lowtide.memory import offload_optimizer
 from lowtide.memory.policy import split_states
 from lowtide.train.shapes import model_config
 
@@ -29,16 +28,11 @@ def row_of(way: str, tokens: int, settings: dict[str, Any]) -> Row:
     `run_child` calls it.
     """
     config, row = StepBenchConfig(**settings), Row()
-    device, generator = torch.device(config.device), torch.Generator().manual_seed(0)
-    policy, states = split_states(way)
+    name, states = split_states(way)
     with reason_in(row):
-        model = build_model(Variant.named(policy), model_config(config.model), getattr(torch, config.dtype), device)
-        optimizer = make_optimizer("adamw", list(model.parameters()))
-        if states is not None:
-            offload_optimizer(optimizer, model, **states)
-        ids = torch.randint(0, model.config.vocab_size, (config.batch, tokens), generator=generator).to(device)
-        release(device)
-        row |= measure_steps(model, optimizer, ids, warm=config.warm, reps=config.reps)
+        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+        model = build_model(Variant.named(name), model_config(config.model), dtype, device)
+        row |= measure_steps(model, "adamw", states, (config.batch, tokens), warm=config.warm, reps=config.reps)
         row["attention"] = attention_of(model)
     return row
 
