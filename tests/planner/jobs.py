@@ -9,9 +9,8 @@ from lowtide.memory import ActivationPolicy
 from lowtide.memory.policy import parse_policies
 from lowtide.plan import MemoryPlan, PlanArguments, plan_memory
 from lowtide.plan.job import Job
-from lowtide.plan.layer_costs import LayerCost, layer_costs
 from lowtide.plan.search import Candidate
-from lowtide.plan.step_costs import Groups, Phase, StepCosts
+from lowtide.plan.step_costs import Groups, LayerCost, Phase, StepCosts, layer_costs
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30

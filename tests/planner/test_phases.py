@@ -13,9 +13,8 @@ from lowtide.plan import Adapters
 from lowtide.plan.config import nf4
 from lowtide.plan.gpus import GPUS
 from lowtide.plan.job import Job
-from lowtide.plan.layer_costs import PAGES
 from lowtide.plan.sharding import BUCKET, LIVE, SUB_GROUP
-from lowtide.plan.step_costs import BESIDE, WORKSPACE, StepCosts, runs_of
+from lowtide.plan.step_costs import BESIDE, PAGES, WORKSPACE, StepCosts, runs_of
 from lowtide.train.shapes import SHAPES
 from planner.jobs import FEW, FLASH_STATES, GIB, cost_of, groups_of, job_of, one_of, phases_of
 from promises import promise

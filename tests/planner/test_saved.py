@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,8 +20,7 @@ from lowtide.plan import Adapters
 from lowtide.plan import model as model_file
 from lowtide.plan.arguments import ATTENTION, PROJECTIONS
 from lowtide.plan.config import nf4, read_settings, with_layers
-from lowtide.plan.layer_costs import layer_costs
-from lowtide.plan.step_costs import StepCosts
+from lowtide.plan.step_costs import StepCosts, layer_costs
 from models.tiny import HEAD_DIMS, tiny_config
 from planner.jobs import cost_of, groups_of, job_of
 from promises import promise
@@ -35,6 +35,14 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
 BF16, FP32, AUTOCAST = "bfloat16", "float32", "autocast"
+
+
+@pytest.fixture(autouse=True)
+def few_objects() -> Iterator[None]:
+    """What was imported is not looked through whenever garbage is collected."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Case(NamedTuple):
@@ -114,9 +122,7 @@ def left_by(model: Any, rows: int, tokens: int, *, autocast: bool = False, **giv
 FEW_TARGETS = Adapters(3, ("k_proj", "o_proj", "up_proj"))
 CASES = [
     *(Case("llama", policy) for policy in ("all/0", "all/1", "attention/1", "input/0")),
-    *(Case("llama", policy, AUTOCAST) for policy in ("all/0", "all/1", "attention/0", "input/0")),
-    Case("llama", "all/1", FP32),
-    Case("llama", "all", AUTOCAST, fused_mlp=False),
+    *(Case("llama", policy, AUTOCAST) for policy in ("all/0", "all/1", "attention/0")),
     Case("llama", "all/0", AUTOCAST, packed=True),  # beside a mask keys are repeated
     Case("llama", "attention/0", FP32, packed=True),
     Case("qwen3", "attention/0"),
@@ -161,9 +167,9 @@ def settings_of(model_type: str, layers: int) -> dict[str, Any]:
 
 def compare(model_type: str, policies: list[str]) -> None:
     """Compare the bytes of the layers that a model twice as deep has besides."""
-    few, more = (settings_of(model_type, layers) for layers in (4, 8))
+    few, more = (settings_of(model_type, layers) for layers in (2, 4))
     for policy in policies:
-        found, planned = [], []
+        found = []
         for settings in (few, more):
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
@@ -171,12 +177,12 @@ def compare(model_type: str, policies: list[str]) -> None:
             model.config.use_cache = False
             lowtide.patch(model)
             apply_policy(model, parse_policies(policy))
-            job = job_of(settings, T, batch_size=B)
-            states = 0 if policy.startswith("all") else torch.get_rng_state().numel() * job.layers
-            found.append(left_by(model, B, T) - states)
-            each = layer_costs(job, parse_policies(policy))  # type: ignore[arg-type]
-            planned.append(sum(each[kind].saved for kind in job.model.kind_of))
-        assert planned[1] - planned[0] == pytest.approx(found[1] - found[0], rel=0.03), policy
+            found.append(left_by(model, B, T))
+        job = job_of(more, T, batch_size=B)
+        each = layer_costs(job, parse_policies(policy))  # type: ignore[arg-type]
+        planned = sum(each[kind].saved for kind in job.model.kind_of[2:])
+        states = 0 if policy.startswith("all") else 2 * torch.get_rng_state().numel()
+        assert planned == pytest.approx(found[1] - found[0] - states, rel=0.03), policy
 
 
 @pytest.mark.parametrize(
@@ -232,7 +238,7 @@ def both_of(config: Any, text: str, tokens: int, *, keep_gradients: bool = False
     return [(left, left + backward.peak_bytes), (head - there, most - there)]
 
 
-@pytest.mark.parametrize(("tied", "keep_gradients"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("tied", "keep_gradients"), [(True, True), (True, False), (False, True)])
 def test_gradients_of_a_large_vocabulary_meet_as_planned(tied: bool, keep_gradients: bool) -> None:
     """The head's waits for the embedding's where both are of one tensor, beside what was accumulated before."""
     sizes = {**SIZES, "vocab_size": 20000, "num_hidden_layers": 2, "tie_word_embeddings": tied}
@@ -241,7 +247,7 @@ def test_gradients_of_a_large_vocabulary_meet_as_planned(tied: bool, keep_gradie
     assert measured == pytest.approx(planned, rel=0.05)  # the tiny layers' activations are 4% of it
 
 
-@pytest.mark.parametrize(("model_type", "level"), [("llama", 0), ("llama", 1), ("phi3", 1)])
+@pytest.mark.parametrize(("model_type", "level"), [("llama", 0), ("phi3", 1)])
 def test_gradients_of_an_mlp_of_few_tokens_meet_as_planned(
     model_type: str, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,12 +260,12 @@ def test_gradients_of_an_mlp_of_few_tokens_meet_as_planned(
     assert measured == pytest.approx(planned, abs=0.6 * one)
 
 
-@pytest.mark.parametrize("text", ["8 x input/1 every 4", "6 x input/1 every 4, 2 x input/1"])
-def test_one_input_for_several_layers_saves_what_is_planned(text: str) -> None:
+def test_one_input_for_several_layers_saves_what_is_planned() -> None:
     """To the byte what forward saves less than with every layer's input, but for a random state of each layer."""
-    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 8, "tie_word_embeddings": False}
+    text = "3 x input/1 every 2, 1 x input/1"
+    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 4, "tie_word_embeddings": False}
     config = transformers.AutoConfig.for_model("llama", **sizes)
-    every, plain = (both_of(config, each, 512) for each in (text, "8 x input/1"))
+    every, plain = (both_of(config, each, 512) for each in (text, "4 x input/1"))
     states = sum(n for policy, n in groups_of(text) if policy.every > 1) * torch.get_rng_state().numel()
     saved, most = [(a - b) - (c - d) for a, b, c, d in zip(*every, *plain, strict=True)]
     assert saved == states

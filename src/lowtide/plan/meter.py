@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +49,6 @@ class Work(NamedTuple):
     thin: float = 0.0  # bytes that all other operators read and write
     operators: float = 0.0  # calls that launch a kernel
 
-    def plus(self, other: Work, sign: int = 1) -> Work:
-        """Return the sum, or with ``sign=-1`` the difference."""
-        return Work(*(a + sign * b for a, b in zip(self, other, strict=True)))
-
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage that operators create until it is freed, and adds up their `Work`.
@@ -70,10 +67,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._experts, self._sizes = experts, dict[int, int]()
         self.live = self.peak = self.attended = 0
         self.work = Work()
-
-    def forget_peak(self) -> None:
-        """Have ``peak`` begin with what is live now."""
-        self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,7 +89,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_attention(func):
             self.attended += sum(_bytes(x) for x in made if x.is_floating_point())
         self.peak = max(self.peak, self.live + _scratch(name, args, given, made))
-        self.work = self.work.plus(_work(func, name, args, kwargs, [*given, *made], made, writes=bool(fresh)))
+        work = _work(func, name, args, kwargs, [*given, *made], made, writes=bool(fresh))
+        self.work = Work(*map(add, self.work, work))
         return out
 
     def _nonzero(self, mask: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from operator import mul, sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ class MetaModel:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)
         self._model = model.to("meta").train()  # also what was made on the CPU nevertheless
-        self.name, self._readings = type(model).__name__, dict[Run, tuple[Reading, ...]]()
+        self.name, self._readings = type(model).__name__, cache(self._read_all)
         self.attention = str(getattr(text, "_attn_implementation", "") or "")
         self.experts, self._visits = (
             next((n for n in (getattr(text, name, None) for name in names) if type(n) is int), 0)
@@ -163,15 +164,26 @@ class MetaModel:
         Raises:
             RuntimeError: The forward did not call one of them.
         """
-        if POINTS[-1] >= run.seq_len or not self._has_loop(run):
-            return self._read_all(run)
+
+        def short(points: tuple[int, ...], **changes: Any) -> Iterator[tuple[Reading, ...]]:
+            return (self._readings(run._replace(batch_size=1, seq_len=n, **changes)) for n in points)
+
+        def through(points: tuple[int, ...], **changes: Any) -> Any:
+            """Return the readings at the run's size by a polynomial through short ones, none below 0."""
+            powers = run.batch_size * np.power(float(run.seq_len), range(len(points)))
+            powers[0] = 1
+            shares: list[float] = np.linalg.solve(np.vander(points, increasing=True).T, powers).tolist()
+            return tree_map(lambda *values: max(0.0, sum(map(mul, values, shares))), *short(points, **changes))
+
+        if self._loops is None and POINTS[-1] < run.seq_len:  # where more tokens take more operators
+            few, more = (sum(one.forward.operators for one in kinds) for kinds in short(POINTS[:2]))
+            self._loops = few != more
+        if not self._loops or POINTS[-1] >= run.seq_len:
+            return self._readings(run)
         # A peak is the largest of several sums: a line through the longer two extrapolates it. In short sequences the
         # gradients of weights are the peak of backward; in long ones those of activations, so that it is at least what
         # it would be with frozen weights, which save less.
-        curves, lines, bare = (
-            self._through(*given)
-            for given in ((run, POINTS), (run, POINTS[1:]), (run._replace(frozen=True), POINTS[1:]))
-        )
+        curves, lines, bare = through(POINTS), through(POINTS[1:]), through(POINTS[1:], frozen=True)
         return tuple(
             curve._replace(
                 forward_peak=line.forward_peak,
@@ -181,29 +193,8 @@ class MetaModel:
             for curve, line, frozen in zip(curves, lines, bare, strict=True)
         )
 
-    def _through(self, run: Run, points: tuple[int, ...]) -> Any:
-        """Return the readings at a run's size by a polynomial through those of some short sequences, none below 0."""
-        powers = run.batch_size * np.power(float(run.seq_len), range(len(points)))
-        powers[0] = 1
-        shares: list[float] = np.linalg.solve(np.vander(points, increasing=True).T, powers).tolist()
-
-        def mixed(*values: float) -> float:
-            return max(0.0, sum(value * share for value, share in zip(values, shares, strict=True)))
-
-        return tree_map(mixed, *(self._read_all(run._replace(batch_size=1, seq_len=n)) for n in points))
-
-    def _has_loop(self, run: Run) -> bool:
-        """Return whether more tokens take more operators."""
-        if self._loops is None:
-            short = (self._read_all(run._replace(batch_size=1, seq_len=n)) for n in POINTS[:2])
-            few, more = (sum(one.forward.operators for one in kinds) for kinds in short)
-            self._loops = few != more
-        return self._loops
-
     def _read_all(self, run: Run) -> tuple[Reading, ...]:
         """Return the readings of layers that have run at the whole size."""
-        if run in self._readings:
-            return self._readings[run]
         found: dict[int, tuple[torch.dtype, Reading, Any]] = {}  # with the input's dtype, and what the layer returned
 
         def answer(kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -238,8 +229,7 @@ class MetaModel:
             raise RuntimeError(
                 f"a forward with tokens alone ran {len(found)} of its {len(self._layers)} kinds of layers"
             )
-        self._readings[run] = tuple(found[kind][1] for kind in self._layers)
-        return self._readings[run]
+        return tuple(found[kind][1] for kind in self._layers)
 
     def _read(
         self, run: Run, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -271,9 +261,9 @@ class MetaModel:
             result = tree_map(_detached, outputs)
             size, done, peak, live = output.nbytes, meter.work, meter.peak, meter.live
             del outputs
-            meter.forget_peak()
+            meter.peak = live
             torch.autograd.backward(output, torch.empty_like(output))
-            backward = meter.work.plus(done, -1)
+            backward = Work(*map(sub, meter.work, done))
         _cut_graphs((args, kwargs))
         for p in layer.parameters():
             p.grad = None

@@ -115,11 +115,10 @@ class MemoryPlan:
         """Return the plan as plain numbers and texts, for JSON."""
         job, model = self.job, self.job.model
         asked = {name: getattr(job, name) for name in _ASKED}
-        sizes = ("params", "vocab", "hidden", "kind_of", "experts", "windows")
         return {
             **asked,
             "model": {"model_type": job.model_type, "model_class": model.name, "layers": job.layers}
-            | {name: getattr(model, name) for name in sizes},
+            | {"params": model.params, "kind_of": model.kind_of},
             "gpu": job.gpu.name,
             "dtype": job.dtype_name,
             "adapters": None if job.adapters is None else str(job.adapters),

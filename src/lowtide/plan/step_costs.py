@@ -1,6 +1,9 @@
 """What one training step holds in memory, by phase, and how long it takes.
 
-Each is a sum of arrays with an entry for each layer: what a policy saves, holds and takes there.
+Each is a sum of arrays with an entry for each layer: what a policy saves, holds and takes there. That follows from
+`Reading`s: a layer's own code ran, on the meta device, at the planned size and as `lowtide.patch` has patched it, with
+attention that stores no scores. Bytes are exact for what a layer saves; seconds are those of its FLOP and traffic at
+the GPU's rates.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, share_away, share_back, share_out
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.plan.arguments import OPTIMIZERS
+from lowtide.plan.config import BYTES, SCALES
 from lowtide.plan.job import Job
-from lowtide.plan.layer_costs import PAGES, LayerCost, layer_costs
+from lowtide.plan.meter import Work
+from lowtide.plan.model import Reading
 from lowtide.plan.sharding import ranks_of
 
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
@@ -28,6 +33,10 @@ HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three GEMMs: benchmarks/result
 # benchmarks/results, 2026-11-21-policy-32768-h100; and an exchange's with other GPUs, in steps of two H200.
 BESIDE, SLOWS = 0.05, 0.8
 ON_TIME = 0.9  # share of the layers' time in which optimizer states are to have travelled
+PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
+BACKWARD_ATTENTION = 2.5  # GEMMs of attention's backward for each of its forward's
+HALF_RATE = 0.3e6  # numbers of a weight at which a GEMM of many tokens runs at half the rate of large ones
+THIN = 0.9  # share of the copy's bandwidth that operators between GEMMs reach
 # The parts of a phase's bytes, and how they are printed.
 PARTS = {
     "weights": "weights",
@@ -39,6 +48,18 @@ PARTS = {
     "other": "workspaces, positions",
     "gathered": "gathered, to exchange",  # whole parameters, and buffers, where several GPUs share them
 }
+
+
+class LayerCost(NamedTuple):
+    """What one layer with a policy takes: numbers; or all layers: arrays of them."""
+
+    saved: Any  # bytes for backward, wherever they are; with ``every`` only the first layer of a group has them
+    whole: Any  # bytes that it has for backward once it is recomputed
+    forward_bytes: Any  # the most that lives within its forward alone
+    backward_bytes: Any  # the same of its backward, with its weights' gradients
+    forward: Any  # seconds
+    backward: Any  # seconds, with the recompute
+    transfer: Any  # seconds to the host, and as many back, the mean of a group; 0: not offloaded
 
 
 class Phase(NamedTuple):
@@ -83,6 +104,53 @@ def runs_of(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
         to_move -= policy.saves(moved)
         found += [(policy, m, moves) for m, moves in ((moved, True), (n - moved, False)) if m]
     return found
+
+
+def layer_costs(job: Job, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
+    """Return what a layer of each kind takes with a policy."""
+    readings = job.readings(policy.mlp_level)
+    return tuple(_cost(job, policy, one, _windowed(job, kind)) for kind, one in enumerate(readings))
+
+
+def _windowed(job: Job, kind: int) -> float:
+    """Return the share of causal attention's pairs that the windows of a kind's layers leave, the mean over them."""
+    T, model = job.seq_len, job.model
+    widths = [min(w or T, T) for w, one in zip(model.windows, model.kind_of, strict=True) if one == kind]
+    return sum((w * T - w * w / 2) / (T * T / 2) for w in widths) / len(widths)
+
+
+def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> LayerCost:
+    """Return what a layer with a policy takes, from its reading."""
+    flop = one.forward.attention * windowed
+    ahead, behind = job.gpu.attention(job.narrow, job.model.head_dim, job.seq_len)
+    forward = _seconds(job, one, one.forward) + flop / ahead
+    backward = _seconds(job, one, one.backward) + BACKWARD_ATTENTION * flop / behind
+    saved = whole = one.saved
+    most, most_back = one.forward_peak, one.backward_peak
+    if policy.keep != "all":
+        saved = one.input + one.attended * (policy.keep == "attention")
+        whole, most, most_back = one.with_input, one.checkpointed_peak, max(one.backward_peak, one.forward_peak)
+        backward += _seconds(job, one, one.recompute) + flop / ahead * (policy.keep == "input")
+    # The largest weight that one GEMM dequantises, with its scales in float32.
+    dense = int(max(job.model.linears) * (job.narrow + SCALES)) if job.packed_params else 0
+    return LayerCost(
+        saved=int(saved),
+        whole=int(whole),
+        forward_bytes=int(most) + dense,
+        backward_bytes=int(most_back) + dense,
+        forward=forward,
+        backward=backward + (1 - 1 / policy.every) * forward,  # layers of a group run once more
+        transfer=int(saved) / policy.every / job.gpu.pcie if policy.offload else 0.0,
+    )
+
+
+def _seconds(job: Job, one: Reading, work: Work) -> float:
+    """Return the seconds of GEMMs, small weights slower, and of what is between them; not of attention."""
+    gemms = (work.flop + 2 * HALF_RATE * work.rows) / job.gpu.gemm(job.narrow)
+    # Each pass over the weights dequantises them: they are read, and written.
+    passes, packed = work.flop / max(1.0, one.forward.flop), job.packed_params / job.layers
+    dequantised = passes * packed * (BYTES[job.quantised.four_bit] + job.narrow)
+    return gemms + (dequantised + work.thin / THIN) / job.gpu.bandwidth
 
 
 class StepCosts:
