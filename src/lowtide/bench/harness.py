@@ -155,7 +155,7 @@ class Run:
     @property
     def chosen(self) -> list[Peer]:
         """The peers that are measured."""
-        return [peer for name, peer in self.peers.items() if not self.config.only or name in self.config.only]
+        return [peer for name, peer in self.peers.items() if name in (self.config.only or self.peers)]
 
     def add(self, row: Row, rows: list[Row], table: Table) -> None:
         """Append a row to a list of the result, print it and write the result."""
