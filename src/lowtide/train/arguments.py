@@ -214,6 +214,9 @@ def parse(words: Sequence[str]) -> Arguments:
             found = _parse(words, fine_tunes=fine_tunes, epochs="num_train_epochs" in early)
     except ArgumentValueError:
         raise
+    except argparse.ArgumentError as error:
+        name = str(error.argument_name).partition("/")[0]
+        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", error.message)) from error
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         expected = "values that TRL and transformers accept"
         raise ArgumentValueError(message("options", expected, " ".join(str(error).split()))) from error
@@ -246,14 +249,7 @@ def _parse(words: Sequence[str], *, fine_tunes: bool, epochs: bool) -> Arguments
 
         types = (RunArguments, BlockArguments, ScratchArguments)
         defaults |= {**_SCRATCH, "max_steps": -1 if epochs else _SCRATCH_STEPS, "bf16": has_bf16}
-    parser: Any = HfArgumentParser(types, allow_abbrev=False, add_help=False)
-
-    def error(text: str) -> None:
-        argument, _, wrong = text.partition(": ")
-        name = next((word for word in re.split("[ /]", argument) if word.startswith("--")), "options")
-        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", wrong or text))
-
-    parser.error = error
+    parser: Any = HfArgumentParser(types, allow_abbrev=False, add_help=False, exit_on_error=False)
     given, rest = _take(words, "config", *_LAUNCHER)
     in_file = _from_file(given["config"]) if "config" in given else {}
     os.environ |= {name: str(value) for name, value in in_file.pop("env", {}).items()}  # as TrlParser does
@@ -314,8 +310,3 @@ def _from_file(name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ArgumentValueError(message("--config", expected, f"something else in {name}"))
     return found
-
-
-def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Return options as words of a command line."""
-    return [f"--{name}={value}" for name, value in options.items() if value is not None]

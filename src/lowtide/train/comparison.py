@@ -24,7 +24,7 @@ from lowtide.measure.machine import describe_machine
 from lowtide.measure.output_files import check_output_files
 from lowtide.measure.text import table
 from lowtide.measure.units import mib
-from lowtide.train.arguments import Arguments, parse, words_of
+from lowtide.train.arguments import Arguments, parse
 from lowtide.train.meter import WARM_STEPS, RunResult
 from lowtide.train.ranks import launched_ranks, quiet
 
@@ -170,7 +170,7 @@ def compare(found: Arguments) -> Comparison:
         }
         if found.fine_tunes:
             shared["lora_dropout"] = 0.0  # fused MLPs draw other random numbers than stock ones
-        stock, patched = _interleaved([*found.words, *words_of(shared)], block)
+        stock, patched = _interleaved([*found.words, *(f"--{name}={value}" for name, value in shared.items())], block)
     narrow = found.gemm_dtype != "float32"
     comparison = Comparison(stock=stock, patched=patched, block=block, bounds=_NARROW if narrow else _FLOAT32)
     if found.run.json is not None:
