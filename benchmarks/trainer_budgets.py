@@ -91,7 +91,7 @@ def measure(name: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
     assert callback.plan is not None
-    row = {"budget_gib": gib(callback.plan.requested_bytes), "planned_gib": gib(callback.plan.peak_bytes)}
+    row = {"budget_gib": gib(callback.plan.budget_bytes), "planned_gib": gib(callback.plan.peak_bytes)}
     if DEVICE.type == "cuda":
         row["peak_gib"] = gib(torch.cuda.max_memory_allocated())
     return row | {"calls_fused": callback.counts()[0], "calls_materialised": callback.counts()[1]}
