@@ -276,7 +276,8 @@ def measure_case(
     exact, gradients_mib = case.exact(), mib(sum(leaf.nbytes for leaf in case.leaves if case.upstream))
     release(run.device)
     limit = limit_of(case, times)
-    entry |= {**vars(case.shape), "work": case.name, "tokens": len(case.x), "gradients_mib": gradients_mib, rows: []}
+    entry |= {**vars(case.shape), "dtype": run.dtype_name, "work": case.name, "tokens": len(case.x), rows: []}
+    entry |= {"gradients_mib": gradients_mib, "tflops": limit["tflops"]}
     entry |= {"limits": [limit], **{f"limit_{key}": value for key, value in limit.items()}}
     about = f"{limit['ms']:.2f} ms, {limit['tflops']:.3g} TFLOP/s; gradients {gradients_mib:.1f} MiB"
     shape = ", ".join(f"{key} {value}" for key, value in vars(case.shape).items())
