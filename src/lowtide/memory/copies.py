@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.memory.saved import version
 
-__all__ = ["Side", "available", "is_dense", "side_for"]
+__all__ = ["Moved", "Side", "available", "is_dense", "side_for"]
 
 
 class Side:
@@ -76,6 +77,78 @@ class Side:
     def finish(self, event: Any) -> None:
         """Let the host wait for an event."""
         event.synchronize()
+
+
+class Moved:
+    """A tensor that moves between a device and its place in host memory.
+
+    Args:
+        host: The place, a view of a buffer of page-locked memory, of the tensor's shape and dtype.
+        device: The device.
+        side: Its copies.
+    """
+
+    tensor: Tensor | None = None  # on the device
+    _host_seen: int | None = None  # the host's version when its copy back began
+
+    def __init__(self, host: Tensor, device: torch.device, side: Side) -> None:
+        self.host, self._device, self._side = host, device, side
+
+    @property
+    def written(self) -> bool:
+        """Whether the tensor on the device was written to since it was copied."""
+        return self.tensor is not None and version(self.tensor) != self._seen
+
+    def out(self, tensor: Tensor) -> None:
+        """Begin to copy a tensor to the host."""
+        if tensor is not self.tensor:
+            self._stream = self._side.stream()  # on which its memory was made, and is used again when it is freed
+        self.tensor, self._seen, self._host_seen = tensor, version(tensor), None
+        self._done = self._side.copy_out(self.host, tensor)  # the last copy, whichever way
+
+    def let_go(self, *, again: bool = False) -> None:
+        """Free the device's memory once no copy needs it; with ``again`` what was written since is copied before."""
+        if self.tensor is None:
+            return
+        # Not the current stream, which may be another one by now: the memory goes to who allocates on its own.
+        self.wait(self._stream)
+        if again and self.written:
+            self.out(self.tensor)
+            self.wait(self._stream)
+        self.tensor = None
+
+    def back(self) -> None:
+        """Begin to copy to the device, unless it is there."""
+        if self.tensor is None:
+            self._stream = self._side.stream()
+            self.tensor = torch.empty_like(self.host, device=self._device, pin_memory=False)
+            self._copy_back(self.tensor)
+
+    def _copy_back(self, tensor: Tensor) -> None:
+        self._host_seen = version(self.host)
+        self._done = self._side.copy_back(tensor, self.host)  # let_go has waited for the way out
+        self._seen = version(tensor)
+
+    def get(self) -> Tensor:
+        """Return the tensor that `back` brings to the device, for what computes now."""
+        self.back()
+        assert self.tensor is not None
+        here = self._side.stream()
+        self.wait(here)
+        if self._host_seen not in (None, version(self.host)):
+            self._copy_back(self.tensor)
+            self.wait(here)
+        if here != self._stream:  # brought back from another one
+            self._side.used_on(self.tensor, here)
+        return self.tensor
+
+    def wait(self, stream: Any) -> None:
+        """Let a stream wait for the last copy."""
+        self._side.wait(self._done, stream)
+
+    def finish(self) -> None:
+        """Let the host wait for the last copy."""
+        self._side.finish(self._done)
 
 
 def _clear_last_error(device: torch.device) -> None:

@@ -19,58 +19,38 @@ from torch import Tensor, nn
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory import copies
 from lowtide.memory.pinned import Buffer, HostPool
-from lowtide.memory.saved import Get, changed_in_place, detached, stay, version
+from lowtide.memory.saved import Get, changed_in_place, detached, stay
 
 IN_FLIGHT = 2  # layers whose copies may be under way: the one that runs and the one before it
 ON_DEVICE = IN_FLIGHT  # the last layers that are offloaded stay: they would still be in flight when backward begins
 
 
-class _Item:
+class _Item(copies.Moved):
     """One tensor that a record saves: on the device, in a buffer of the host's, or both."""
 
-    _tensor: Tensor | None = None
+    _changed = False
 
     def __init__(self, tensor: Tensor, buffer: Buffer, pool: HostPool, side: copies.Side) -> None:
-        self._side, self._pool, self._buffer = side, pool, buffer
-        self._seen, self._changed, self._device = version(tensor), False, tensor.device
         strides = tensor.stride() if copies.is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        self._host = buffer.memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
-        self._tensor = detached(tensor)
-        self._stream = side.stream()  # on which the device's memory was made, and is used again when it is freed
-        self._done = side.copy_out(self._host, self._tensor)  # the last copy, whichever way
+        host = buffer.memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
+        super().__init__(host, tensor.device, side)
+        self._pool, self._buffer = pool, buffer
+        self.out(detached(tensor))
 
     def __del__(self) -> None:
         self.let_go()
         self._pool.give(self._buffer)
 
-    def let_go(self) -> None:
-        """Free the device's memory as soon as no copy needs it."""
-        if self._tensor is None:
-            return
-        self._changed = self._changed or version(self._tensor) != self._seen
-        # Not the current stream, which may be another one by now: the memory goes to who allocates on its own.
-        self._side.wait(self._done, self._stream)
-        self._tensor = None
-
-    def bring_back(self) -> None:
-        """Begin to copy to the device, unless it is there."""
-        if self._tensor is None:
-            self._stream = self._side.stream()
-            self._tensor = torch.empty_like(self._host, device=self._device, pin_memory=False)
-            self._done = self._side.copy_back(self._tensor, self._host)  # let_go has waited for the way out
-            self._seen = version(self._tensor)
+    def let_go(self, *, again: bool = False) -> None:
+        self._changed = self._changed or self.written
+        super().let_go(again=again)
 
     def get(self) -> Tensor:
         """Return the tensor as it was saved."""
-        self.bring_back()
-        assert self._tensor is not None
-        if self._changed or version(self._tensor) != self._seen:
+        self.back()
+        if self._changed or self.written:
             raise changed_in_place()
-        here = self._side.stream()
-        self._side.wait(self._done, here)
-        if here != self._stream:  # brought back from another one
-            self._side.used_on(self._tensor, here)
-        return self._tensor.detach()
+        return super().get().detach()
 
 
 class Record:
@@ -115,7 +95,7 @@ class Record:
             if after:  # its backward is over, and retain_graph holds it
                 after.let_go()
             if before:
-                before.bring_back()
+                before.back()
             return back
 
         return prefetching
@@ -125,10 +105,10 @@ class Record:
         for item in self._items:
             item.let_go()
 
-    def bring_back(self) -> None:
+    def back(self) -> None:
         """Begin to copy everything back to the device."""
         for item in self._items:
-            item.bring_back()
+            item.back()
 
 
 class Offloader:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from lowtide.memory.copies import Side
+from lowtide.memory.copies import Moved, Side
 from lowtide.memory.offload import IN_FLIGHT
 from lowtide.memory.pinned import Buffer
-from lowtide.memory.saved import version
 
 MIN_BYTES = 64 * 2**10  # of a state that is worth a copy: step counters, and the states of norms, stay
 BLOCK_BYTES = 256 * 2**20
@@ -95,14 +93,10 @@ class Block:
         self.where: Literal["device", "leaving", "host", "coming"] = "device"
         self.point = 0  # the layer at which it began to leave
         self._side = side
-        self._host = buffer.memory[: self.nbytes].view(slots[0].dtype)
-        self._flat: Tensor | None = None
-        self._stream: Any = None  # on which the device's memory was made, and is used again when it is freed
-        self._events: list[Any] = []
-        self._sources: list[tuple[Tensor, Tensor, int]] = []  # host, device, the device's version when its copy began
+        self._flat = Moved(buffer.memory[: self.nbytes].view(slots[0].dtype), slots[0].device, side)
+        self._under_way: list[Moved] = []  # or done: the last copies, of the whole block or of its states one by one
         self._found: list[tuple[Slot, Tensor]] = []
-        self._seen = 0  # the host's version when its copy began
-        for slot, view in zip(slots, self._views(self._host), strict=True):
+        for slot, view in zip(slots, self._views(self._flat.host), strict=True):
             slot.host = view
 
     def __del__(self) -> None:
@@ -119,86 +113,64 @@ class Block:
         """Begin to copy to the host."""
         found = [(slot, tensor) for slot in self.slots if (tensor := slot.current(states)) is not None]
         self._found = [(slot, tensor) for slot, tensor in found if tensor is not slot.host]
-        if self._flat is not None and all(slot.is_here(states) for slot in self.slots):
-            pairs = [(self._host, self._flat)]
+        if self._flat.tensor is not None and all(slot.is_here(states) for slot in self.slots):
+            self._under_way = [self._flat]
+            self._flat.out(self._flat.tensor)
         else:  # made by the optimizer, or by load_state_dict
-            pairs = [(slot.host, tensor) for slot, tensor in self._found if slot.host is not None]
-            self._stream = self._side.stream()
-        self._sources = [(host, tensor, version(tensor)) for host, tensor in pairs]
-        self._events = [self._side.copy_out(host, tensor) for host, tensor in pairs]
+            self._under_way = []
+            for slot, tensor in self._found:
+                if slot.host is not None:
+                    self._under_way.append(Moved(slot.host, slot.device, self._side))
+                    self._under_way[-1].out(tensor)
         self.where, self.point = "leaving", point
 
     def end_out(self, states: States) -> None:
         """Give the optimizer the host's tensors, and the device's memory free in the order of the device's work."""
-        for i, (host, tensor, before) in enumerate(self._sources):
-            self._side.wait(self._events[i], self._stream)
-            if version(tensor) != before:  # written to since its copy began
-                self._events[i] = self._side.copy_out(host, tensor)
-                self._side.wait(self._events[i], self._stream)
+        for moved in self._under_way:
+            moved.let_go(again=True)
         for slot, tensor in self._found:
             if slot.current(states) is tensor:
                 states[slot.param][slot.key] = slot.host
-        self._let_go("host")
+        self._gone("host")
 
     def begin_back(self) -> None:
         """Begin to copy to the device."""
-        self._stream = self._side.stream()
-        self._flat = torch.empty(self._host.shape, dtype=self._host.dtype, device=self.slots[0].device)
-        self._copy_back(self._flat)
-        self.where = "coming"
-
-    def _copy_back(self, flat: Tensor) -> None:
-        self._seen = version(self._host)
-        self._events = [self._side.copy_back(flat, self._host)]  # end_out has waited for the way out
+        self._flat.back()
+        self._under_way, self.where = [self._flat], "coming"
 
     def end_back(self, states: States) -> None:
         """Give the optimizer the device's tensors, wherever they are."""
-        here = self._side.stream()
         if self.where in ("device", "leaving"):
-            self._wait(here)  # the optimizer is about to write to what is being copied
-            self._sources, self._found, self.where = [], [], "device"
+            here = self._side.stream()
+            for moved in self._under_way:
+                moved.wait(here)  # the optimizer is about to write to what is being copied
+            self._under_way, self._found, self.where = [], [], "device"
             return
-        if self.where == "host":
-            self.begin_back()
-        self._wait(here)
-        assert self._flat is not None
-        if version(self._host) != self._seen:  # the states were written to meanwhile
-            self._copy_back(self._flat)
-            self._wait(here)
-        if here != self._stream:  # brought back from another one
-            self._side.used_on(self._flat, here)
-        for slot, view in zip(self.slots, self._views(self._flat), strict=True):
+        for slot, view in zip(self.slots, self._views(self._flat.get()), strict=True):
             if slot.current(states) is slot.host:
                 slot.here = view
                 states[slot.param][slot.key] = view
-        self.where = "device"
+        self._under_way, self.where = [], "device"
 
     def drop(self) -> None:
         """Leave a copy to the device unused: no step came, and the host's is as good."""
-        events = self._events
-        self._wait(self._stream)
-        self._let_go("host")
-        self._events = events  # behind which the host's copy is whole, for `finish`
+        self._flat.let_go()
+        self._gone("host")
 
     def forget(self) -> None:
         """Leave the optimizer with what it has now, and no copy under way that the memory would have to wait for."""
-        if self.where in ("leaving", "coming"):
-            self._wait(self._stream)
-        self._let_go("device")
+        for moved in self._under_way:
+            moved.let_go()
+        self._gone("device")
 
     def finish(self) -> None:
         """Let the caller wait until what is on the host is whole."""
         if self.where in ("host", "coming"):  # the way back begins behind the way out
-            for event in self._events:
-                self._side.finish(event)
+            for moved in self._under_way:
+                moved.finish()
 
-    def _wait(self, stream: Any) -> None:
-        for event in self._events:
-            self._side.wait(event, stream)
-        self._events = []
-
-    def _let_go(self, where: Literal["device", "host"]) -> None:
-        self._flat, self._sources, self._found, self.where = None, [], [], where
+    def _gone(self, where: Literal["device", "host"]) -> None:
+        self._flat.tensor, self._found, self.where = None, [], where
         for slot in self.slots:
             slot.here = None
 
