@@ -19,12 +19,20 @@ def check_floats(name: str, value: object) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def check_tokens(name: str, value: object) -> Tensor:
-    """Return values of tokens [..., T] in float32 or float64."""
-    tensor = check_floats(name, value)
-    if tensor.dim() == 0:
-        raise ArgumentValueError(message(name, "shape [..., T], the last axis being a sequence's tokens", "no axes"))
-    return tensor
+def check_alike(**values: object) -> list[Tensor]:
+    """Return tensors, given by name, in float32 or float64, all of the first one's shape and on its device."""
+    (like_name, like), *others = values.items()
+    like = check_floats(like_name, like)
+    return [like, *(check_like(name, value, like_name, like) for name, value in others)]
+
+
+def check_tokens(**values: object) -> list[Tensor]:
+    """Return values of tokens [..., T], given by name, as `check_alike` does."""
+    first, *others = check_alike(**values)
+    if first.dim() == 0:
+        expected = "shape [..., T], the last axis being a sequence's tokens"
+        raise ArgumentValueError(message(next(iter(values)), expected, "no axes"))
+    return [first, *others]
 
 
 def check_like(name: str, value: object, like_name: str, like: Tensor) -> Tensor:
@@ -57,11 +65,11 @@ def check_bool(name: str, value: object, like_name: str, like: Tensor) -> Tensor
     return tensor if tensor.dtype == torch.bool else tensor != 0
 
 
-def check_valid(name: str, value: object, mask: object) -> tuple[Tensor, Tensor]:
-    """Return values of tokens [..., T] in float32 or float64, 0 where masked, and the mask as bool."""
-    tensor = check_tokens(name, value)
-    keep = check_mask(mask, name, tensor)
-    return tensor.where(keep, 0), keep
+def check_valid(mask: object, **values: object) -> list[Tensor]:
+    """Return the mask as bool, and values of tokens [..., T] as `check_tokens` does, 0 where masked."""
+    tensors = check_tokens(**values)
+    keep = check_mask(mask, next(iter(values)), tensors[0])
+    return [keep, *(tensor.where(keep, 0) for tensor in tensors)]
 
 
 def check_positive(name: str, value: object) -> float:

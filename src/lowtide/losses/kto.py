@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_name, scalar_tensor
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import check_bool, check_floats, check_like, check_not_negative, check_positive
+from lowtide.losses.checks import check_alike, check_bool, check_not_negative, check_positive
 from lowtide.losses.reduction import SequenceReductionOptions, reduce_sequences
 
 KTOKind = Literal["kto", "apo_zero"]
@@ -51,8 +51,8 @@ def kto_loss(
     Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
     """
     check_name("kind", kind, KTO_KINDS)
-    logprob = check_floats("logprob", logprob)
-    log_ratio = logprob - check_like("ref_logprob", ref_logprob, "logprob", logprob).detach()
+    logprob, ref = check_alike(logprob=logprob, ref_logprob=ref_logprob)
+    log_ratio = logprob - ref.detach()
     desirable = check_bool("desirable", desirable, "logprob", logprob)
     reference = scalar_tensor("kl", kl, logprob.dtype).detach().to(logprob.dtype)
     if kind == "apo_zero" and (isinstance(kl, Tensor) or kl != 0):
@@ -83,6 +83,6 @@ def kto_reference(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
     Source: as `kto_loss`.
     """
-    logprob = check_floats("logprob", logprob).detach()
-    log_ratio = logprob - check_like("ref_logprob", ref_logprob, "logprob", logprob).detach()
+    logprob, ref = check_alike(logprob=logprob, ref_logprob=ref_logprob)
+    log_ratio = (logprob - ref).detach()
     return (log_ratio.sum() / max(log_ratio.numel(), 1)).clamp(min=0)

@@ -198,7 +198,7 @@ def gspo_loss(
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eqs. 5 and 13.
     """
-    if not token_level and check_floats("advantage", advantage).shape == check_tokens("logprob", logprob).shape:
+    if not token_level and check_floats("advantage", advantage).shape == check_tokens(logprob=logprob)[0].shape:
         expected = f"one per sequence, {list(logprob.shape[:-1])}"
         raise ArgumentValueError(message("advantage", expected, f"{list(advantage.shape)}", "Or token_level=True."))
     terms.setdefault("reduction", "sequence")
@@ -314,5 +314,5 @@ def _checked(logprob: Tensor, advantage: Tensor, mask: Tensor | None) -> tuple[T
 
     With a cast in each term, the gradients of the terms would be summed in the narrow dtype.
     """
-    logprob = check_tokens("logprob", logprob)
+    (logprob,) = check_tokens(logprob=logprob)
     return logprob, per_token_advantage(advantage, "logprob", logprob).where(check_mask(mask, "logprob", logprob), 0)

@@ -18,6 +18,7 @@ from lowtide.losses.checks import (
     check_place,
     check_positive,
     check_tokens,
+    check_valid,
 )
 from lowtide.losses.reduction import TokenReductionOptions, per_sequence, reduce_tokens
 
@@ -79,11 +80,8 @@ def importance_ratio(
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, for the last two.
     """
     check_name("level", level, RATIO_LEVELS)
-    logprob = check_tokens("logprob", logprob)
-    old = check_like("old_logprob", old_logprob, "logprob", logprob).detach()
-    keep = check_mask(mask, "logprob", logprob)
-    logprob = logprob.where(keep, 0)
-    log_ratio = _at_level(logprob - old.where(keep, 0), keep, level.removesuffix("_token"))
+    keep, logprob, old = check_valid(mask, logprob=logprob, old_logprob=old_logprob)
+    log_ratio = _at_level(logprob - old.detach(), keep, level.removesuffix("_token"))
     if level == "geometric_token":
         return (bounded_exp(log_ratio).detach() * (logprob - logprob.detach()).exp()).where(keep, 0)
     return bounded_exp(log_ratio).where(keep, 0)
@@ -131,10 +129,9 @@ def sampler_correction(
     low = check_not_negative("low", low)
     if check_number("high", high, 0, math.inf) <= low:
         raise ArgumentValueError(message("high", f"a number above low, {low}", f"{high!r}"))
-    old = check_tokens("old_logprob", old_logprob).detach()
-    sampler = check_like("sampler_logprob", sampler_logprob, "old_logprob", old).detach()
+    old, sampler = check_tokens(old_logprob=old_logprob, sampler_logprob=sampler_logprob)
     keep = check_mask(mask, "old_logprob", old)
-    difference = (old - sampler).where(keep & ~sampler.isnan(), 0)
+    difference = (old - sampler).detach().where(keep & ~sampler.isnan(), 0)
     weight = bounded_exp(_at_level(difference, keep, level))
     weight = weight.clamp(low, high) if kind == "truncate" else weight.where((weight >= low) & (weight <= high), 0)
     return weight.where(keep, 0)
@@ -165,7 +162,7 @@ def clipped_surrogate(
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347, eq. 7.
     """
-    ratio = check_tokens("ratio", ratio)
+    (ratio,) = check_tokens(ratio=ratio)
     advantage = per_token_advantage(advantage, "ratio", ratio)
     low, high = check_number("clip_low", clip_low, 0, 1), check_not_negative("clip_high", clip_high)
     clipped = ratio.clamp(1 - low, 1 + high)
@@ -203,10 +200,8 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, mask: Tensor | None = None
     Source: Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
     """
     check_name("kind", kind, KL_KINDS)
-    logprob = check_tokens("logprob", logprob)
-    ref = check_like("ref_logprob", ref_logprob, "logprob", logprob).detach()
-    keep = check_mask(mask, "logprob", logprob)
-    d = ref.where(keep, 0) - logprob.where(keep, 0)
+    _, logprob, ref = check_valid(mask, logprob=logprob, ref_logprob=ref_logprob)
+    d = ref.detach() - logprob
     if kind == "k1":
         return -d
     return d * d / 2 if kind == "k2" else bounded_expm1(d) - d
@@ -313,9 +308,8 @@ def policy_loss(
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
     check_name("kl", kl, KL_KINDS)
-    logprob = check_tokens("logprob", logprob)
+    logprob, loss = check_tokens(logprob=logprob, surrogate=surrogate)
     keep = check_mask(mask, "logprob", logprob)
-    loss = check_like("surrogate", surrogate, "logprob", logprob)
     if correction is not None:
         loss = loss * check_like("correction", correction, "logprob", logprob).detach().where(keep, 0)
     factor = _factor("beta", beta, "ref_logprob", ref_logprob)

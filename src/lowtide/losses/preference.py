@@ -12,6 +12,7 @@ from lowtide.arguments import check_name, check_number
 from lowtide.errors import ArgumentValueError, message
 from lowtide.losses.checks import (
     bounded_expm1,
+    check_alike,
     check_floats,
     check_like,
     check_not_negative,
@@ -102,9 +103,11 @@ def dpo_loss(
     """
     check_name("kind", kind, DPO_KINDS)
     check_name("divergence", divergence, DIVERGENCES)
-    chosen, rejected = _pair("logprob", chosen_logprob, rejected_logprob)
-    ref_chosen = check_like("ref_chosen_logprob", ref_chosen_logprob, "chosen_logprob", chosen).detach()
-    ref_rejected = check_like("ref_rejected_logprob", ref_rejected_logprob, "chosen_logprob", chosen).detach()
+    chosen, rejected, *refs = check_alike(
+        chosen_logprob=chosen_logprob, rejected_logprob=rejected_logprob,
+        ref_chosen_logprob=ref_chosen_logprob, ref_rejected_logprob=ref_rejected_logprob,
+    )  # fmt: skip
+    ref_chosen, ref_rejected = (ref.detach() for ref in refs)
     if divergence != "reverse_kl" and kind not in _OF_DIFFERENCE:
         hint = f"It goes with {', '.join(map(repr, _OF_DIFFERENCE))}."
         raise ArgumentValueError(message("divergence", f"'reverse_kl' with kind={kind!r}", f"{divergence!r}", hint))
@@ -153,7 +156,7 @@ def simpo_loss(
 
     Source: Meng et al. 2024, "SimPO: Simple Preference Optimization with a Reference-Free Reward", arXiv 2405.14734.
     """
-    chosen, rejected = _pair("mean_logprob", chosen_mean_logprob, rejected_mean_logprob)
+    chosen, rejected = check_alike(chosen_mean_logprob=chosen_mean_logprob, rejected_mean_logprob=rejected_mean_logprob)
     margin = check_positive("beta", beta) * (chosen - rejected) - check_not_negative("gamma", gamma)
     e = check_number("label_smoothing", label_smoothing, 0, 0.5)
     return reduce_sequences(_weighed(margin, 1 - e, e), **reduce)
@@ -189,7 +192,7 @@ def cpo_loss(
 
     Source: Xu et al. 2024, "Contrastive Preference Optimization", arXiv 2401.08417.
     """
-    chosen, rejected = _pair("logprob", chosen_logprob, rejected_logprob)
+    chosen, rejected = check_alike(chosen_logprob=chosen_logprob, rejected_logprob=rejected_logprob)
     margin = check_positive("beta", beta) * (chosen - rejected)
     e = check_number("label_smoothing", label_smoothing, 0, 0.5)
     return _with_nll(_weighed(margin, 1 - e, e), chosen_nll, chosen, **reduce)
@@ -225,14 +228,9 @@ def orpo_loss(
 
     Source: Hong et al. 2024, "ORPO: Monolithic Preference Optimization without Reference Model", arXiv 2403.07691.
     """
-    chosen, rejected = _pair("mean_logprob", chosen_mean_logprob, rejected_mean_logprob)
+    chosen, rejected = check_alike(chosen_mean_logprob=chosen_mean_logprob, rejected_mean_logprob=rejected_mean_logprob)
     loss = -check_positive("beta", beta) * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return _with_nll(loss, -chosen if chosen_nll is None else chosen_nll, chosen, **reduce)
-
-
-def _pair(name: str, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-    like = check_floats(f"chosen_{name}", chosen)
-    return like, check_like(f"rejected_{name}", rejected, f"chosen_{name}", like)
 
 
 def _log_odds(logprob: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_name, positive_scalar
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import check_like, check_tokens, check_valid
+from lowtide.losses.checks import check_tokens, check_valid
 
 TokenReduction = Literal["token", "sequence", "sequence_sum", "sum", "none"]
 SequenceReduction = Literal["mean", "sum", "none"]
@@ -60,7 +60,7 @@ def reduce_tokens(
         ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
     """
     check_name("reduction", reduction, TOKEN_REDUCTIONS)
-    values, keep = check_valid("values", values, mask)
+    keep, values = check_valid(mask, values=values)
     if reduction in ("sequence", "sequence_sum"):
         values = per_sequence(values, keep, average=reduction == "sequence")
         return _reduced(values, reduction, max(values.numel(), 1), num_items)
@@ -98,7 +98,8 @@ def sequence_logprobs(logprob: Tensor, mask: Tensor | None = None, *, average: b
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
-    return per_sequence(*check_valid("logprob", logprob, mask), average=average)
+    keep, logprob = check_valid(mask, logprob=logprob)
+    return per_sequence(logprob, keep, average=average)
 
 
 def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -123,9 +124,8 @@ def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None
 
     Source: Zhou et al. 2024, "WPO: Enhancing RLHF with Weighted Preference Optimization", arXiv 2406.11827, eq. 2.
     """
-    logprob = check_tokens("logprob", logprob).detach()
-    sum_sq_prob = check_like("sum_sq_prob", sum_sq_prob, "logprob", logprob).detach()
-    return sequence_logprobs(logprob - sum_sq_prob.log(), mask, average=True).exp()
+    logprob, sum_sq_prob = check_tokens(logprob=logprob, sum_sq_prob=sum_sq_prob)
+    return sequence_logprobs((logprob - sum_sq_prob.log()).detach(), mask, average=True).exp()
 
 
 def _reduced(values: Tensor, reduction: str, count: NumItems, num_items: NumItems) -> Tensor:

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_name, check_number
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import (
-    check_like,
-    check_mask,
-    check_not_negative,
-    check_positive,
-    check_tokens,
-    check_valid,
-)
+from lowtide.losses.checks import check_mask, check_not_negative, check_positive, check_tokens, check_valid
 from lowtide.losses.policy_terms import kl_estimate
 from lowtide.losses.reduction import TokenReductionOptions, reduce_tokens
 
@@ -37,7 +30,8 @@ def sft_loss(logprob: Tensor, mask: Tensor | None = None, **reduce: Unpack[Token
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
-    return reduce_tokens(-check_tokens("logprob", logprob), mask, **reduce)
+    (logprob,) = check_tokens(logprob=logprob)
+    return reduce_tokens(-logprob, mask, **reduce)
 
 
 def dft_loss(logprob: Tensor, mask: Tensor | None = None, **reduce: Unpack[TokenReductionOptions]) -> Tensor:
@@ -55,7 +49,7 @@ def dft_loss(logprob: Tensor, mask: Tensor | None = None, **reduce: Unpack[Token
 
     Source: Wu et al. 2025, "On the Generalization of SFT", arXiv 2508.05629.
     """
-    logprob, _ = check_valid("logprob", logprob, mask)
+    _, logprob = check_valid(mask, logprob=logprob)
     return reduce_tokens(-logprob.exp().detach() * logprob, mask, **reduce)
 
 
@@ -81,7 +75,7 @@ def focal_loss(
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection", arXiv 1708.02002, eq. 4.
     """
     gamma = check_not_negative("gamma", gamma)
-    logprob, _ = check_valid("logprob", logprob, mask)
+    _, logprob = check_valid(mask, logprob=logprob)
     unsure = (-logprob.expm1()).clamp(min=torch.finfo(logprob.dtype).tiny)
     return reduce_tokens(-(unsure**gamma) * logprob, mask, **reduce)
 
@@ -116,10 +110,8 @@ def label_smoothed_loss(
     Source: Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision", arXiv 1512.00567.
     """
     a = check_number("label_smoothing", label_smoothing, 0, 1)
-    logprob = check_tokens("logprob", logprob)
-    mean_logit = check_like("mean_logit", mean_logit, "logprob", logprob)
-    loss = -(1 - a) * logprob + a * (check_like("lse", lse, "logprob", logprob) - mean_logit)
-    return reduce_tokens(loss, mask, **reduce)
+    logprob, mean_logit, lse = check_tokens(logprob=logprob, mean_logit=mean_logit, lse=lse)
+    return reduce_tokens(-(1 - a) * logprob + a * (lse - mean_logit), mask, **reduce)
 
 
 def soft_target_loss(
@@ -146,10 +138,10 @@ def soft_target_loss(
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531.
     """
-    logprob = check_tokens("logprob", logprob)
+    logprob, target_prob = check_tokens(logprob=logprob, target_prob=target_prob)
     if logprob.dim() < 2:
         raise ArgumentValueError(message("logprob", "shape [..., T, K]", f"shape {list(logprob.shape)}"))
-    target_prob = check_like("target_prob", target_prob, "logprob", logprob).detach()
+    target_prob = target_prob.detach()
     keep = check_mask(mask, "logprob without its last axis", logprob.new_empty(logprob.shape[:-1]))
     used = keep[..., None] & (target_prob != 0)
     return reduce_tokens(-(target_prob.where(used, 0) * logprob.where(used, 0)).sum(-1), mask, **reduce)
@@ -174,7 +166,7 @@ def z_loss(
     Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv 2204.02311, section 5.
     """
     coef = check_not_negative("coef", coef)
-    lse, _ = check_valid("lse", lse, mask)
+    _, lse = check_valid(mask, lse=lse)
     return reduce_tokens(coef * lse * lse, mask, **reduce)
 
 
@@ -203,8 +195,8 @@ def gkd_loss(
     Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models", arXiv 2306.13649.
     """
     scale = check_positive("temperature", temperature) ** 2
-    values = scale * check_tokens("divergence", divergence)
-    return reduce_tokens(values, mask, **reduce)
+    (divergence,) = check_tokens(divergence=divergence)
+    return reduce_tokens(scale * divergence, mask, **reduce)
 
 
 def sampled_distillation_loss(
@@ -237,6 +229,5 @@ def sampled_distillation_loss(
     Source: Gu et al. 2023, "MiniLLM", arXiv 2306.08543; Schulman 2020 as in `kl_estimate`, for the estimates.
     """
     check_name("kind", kind, ("k2", "k3"))
-    teacher = check_like("teacher_logprob", teacher_logprob, "logprob", check_tokens("logprob", logprob))
-    values = kl_estimate(logprob, teacher, mask, kind=kind)
-    return reduce_tokens(values, mask, **reduce)
+    logprob, teacher = check_tokens(logprob=logprob, teacher_logprob=teacher_logprob)
+    return reduce_tokens(kl_estimate(logprob, teacher, mask, kind=kind), mask, **reduce)
