@@ -168,15 +168,15 @@ MUTANTS: dict[str, list[Mutant]] = {
             "mlp/test_values.py -k any_size",
         ),
         Mutant(
-            "mlp/passes.py", "        up.backward(dup, x, dx, start, add=True)",
-            "        up.backward(dup, x, dx, start, add=False)", "contract/test_values.py -k swiglu",
+            "mlp/call.py", "projection.backward(grad, x, dx, start, add=projection is up)",
+            "projection.backward(grad, x, dx, start, add=False)", "contract/test_values.py -k swiglu",
         ),
         Mutant(
-            "mlp/passes.py", "call.wide if len(tiles) > 1 or t.dim() == 1", "call.wide if t.dim() == 1",
+            "mlp/call.py", "wide if len(tiles) > 1 or t.dim() == 1", "wide if t.dim() == 1",
             "mlp/test_values.py -k float32",
         ),
         Mutant(
-            "mlp/passes.py", "        if tile is tiles[-1]:\n            saved.clear()\n", "",
+            "mlp/call.py", "            if tile is tiles[-1]:\n                held.clear()\n", "",
             "mlp/test_memory.py -k peaks",
         ),
         Mutant(
@@ -196,7 +196,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             '    "up first": lambda F: (slice(0, F), slice(F, 2 * F)),', "contract/test_values.py -k adapted",
         ),
         Mutant(
-            "mlp/expert_passes.py", "return torch.where(self.ids < E, grad, 0.0)", "return grad",
+            "mlp/experts.py", "return torch.where(self._ids < E, grad, 0.0)", "return grad",
             "contract/test_values.py -k experts",
         ),
         Mutant(
@@ -297,7 +297,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "memory/test_policies.py -k packages_operator",
         ),
         Mutant(
-            "memory/offload.py", "self._changed = self._changed or version(self._tensor) != self._seen",
+            "memory/offload.py", "self._changed = self._changed or self.written",
             "self._changed = False", "memory/test_offloads.py -k changed_in_place",
         ),
         Mutant(
@@ -305,7 +305,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if output is None:", "memory/test_policies.py -k unusual_layers",
         ),
         Mutant(
-            "memory/offload.py", "        self._side.wait(self._done, here)\n", "",
+            "memory/copies.py", "        self.wait(here)\n        if self._host_seen", "        if self._host_seen",
             "memory/test_policies.py -k same_to_the_bit",
         ),
         Mutant(

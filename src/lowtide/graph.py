@@ -24,7 +24,7 @@ TWICE = (
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
     float: "float", float | None: "float?", float | Tensor | None: "float?", bool: "bool", int | None: "SymInt?",
-    Sequence[Tensor]: "Tensor[]",
+    Sequence[Tensor]: "Tensor[]", Sequence[Tensor | None]: "Tensor?[]", Sequence[float]: "float[]",
 }  # fmt: skip
 
 
@@ -53,6 +53,9 @@ def watched(args: Sequence[Any]) -> bool:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             if arg.is_meta:
+                return True
+        elif kind is list or kind is tuple:
+            if watched(arg):
                 return True
         elif isinstance(arg, Tensor):
             return True

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.mlp.expert_call import Form
+from lowtide.mlp.expert_rows import Form
 from lowtide.mlp.experts import experts_mlp
 
 GPT_OSS = Form("silu", 0.8, 1.702, 1.0, "interleaved")

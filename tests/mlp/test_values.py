@@ -111,7 +111,7 @@ def test_what_a_mode_holds_is_not_written_to(name: str) -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             if func.namespace == "lowtide":
-                self.held += [(t, t.detach().clone()) for t in (out if isinstance(out, tuple) else (out,))]
+                self.held += [(t, t.detach().clone()) for t in (out if isinstance(out, list) else [out])]
             return out
 
     kwargs = MODES[name].arguments(9)

@@ -1,21 +1,27 @@
-"""The arguments of the gated MLP's operators, and their FLOP. N tokens, D hidden size, F intermediate size."""
+"""One call of the gated MLP: its arguments, forward and backward over tiles of tokens, and their FLOP.
+
+The GEMMs are in the order that needs the least memory. N tokens, C rows of a tile (all N, or ``tile_tokens`` of them),
+D hidden size, F intermediate size.
+"""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.arguments import operand_dtype
-from lowtide.mlp.packed import Packed, Weight, packed_of
+from lowtide.mlp.elementwise import gated, gated_backward
+from lowtide.mlp.low_rank import LowRank
+from lowtide.mlp.packed import Packed, Weight
+from lowtide.mlp.products import Sum, multiply
 
 
 class Adapter(NamedTuple):
     """An adapter of a projection: ``x W^T`` becomes ``x W^T + scale (drop(x) A^T) B^T``."""
 
-    a: Tensor | None  # [r, in]; None: no adapter
-    b: Tensor | None  # [out, r], of the dtype of a
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r], of the dtype of a
     scale: float
     dropout: float  # the probability p that an element of x is dropped; the others are divided by 1 - p
 
@@ -28,9 +34,6 @@ class Projection(NamedTuple):
     adapter: Adapter | None = None
 
 
-# Of one projection, as plain tuples, which take the host less time: weight, bias, A, B, scale and dropout.
-Parts = tuple[Weight, Tensor | None, Tensor | None, Tensor | None, float, float]
-
 # Where the rows of gate and of up are in one projection [2F, D] of both; empty: they are two projections.
 JOINED: dict[str, Callable[[int], tuple[slice | None, slice | None]]] = {
     "": lambda _: (None, None),
@@ -40,148 +43,57 @@ JOINED: dict[str, Callable[[int], tuple[slice | None, slice | None]]] = {
 }
 
 
+class Needs(NamedTuple):
+    """What backward computes or reads for the gradients that are wanted."""
+
+    gate: bool  # the gradient of ``gate = x Wg^T + bg``, for another
+    up: bool  # the same of ``up = x Wu^T + bu``
+    product: bool  # ``act(gate) * up``, the input of the down projection
+    reads_input: bool  # even if gate and up were saved
+
+    @property
+    def projections(self) -> bool:
+        """Return whether backward needs gate and up; the gradient of the down projection's bias alone does not."""
+        return self.gate or self.up or self.product
+
+
 class SwigluCall(NamedTuple):
-    """The arguments of `lowtide.swiglu_mlp`, checked, as plain tensors and scalars.
+    """One call of `lowtide.swiglu_mlp`, its arguments checked: see `lowtide.mlp.operators`.
 
     With ``joined`` gate's weight, bias and B have the rows of both, 2F, and those of up are None. A weight in 4 bits is
     None as well, and in ``packed``: it is no activation, which what saves and moves activations would take it for.
     """
 
-    input: Tensor  # [..., D]
-    gate_weight: Tensor | None  # [F, D]
-    up_weight: Tensor | None  # [F, D]
-    down_weight: Tensor | None  # [D, F]
-    gate_bias: Tensor | None  # [F]
-    up_bias: Tensor | None  # [F]
-    down_bias: Tensor | None  # [D]
+    tensors: Sequence[Tensor | None]  # x [..., D], and weight, bias, A and B of gate, of up and of down
     dtype: torch.dtype  # of the GEMMs' operands and of the output
     activation: str
     checkpoint_level: int
     tile_tokens: int | None
-    # of adapters (see `lowtide.mlp.low_rank`), None where a projection has none
-    gate_a: Tensor | None  # [r, D]
-    gate_b: Tensor | None  # [F, r]
-    up_a: Tensor | None  # [r, D]
-    up_b: Tensor | None  # [F, r]
-    down_a: Tensor | None  # [r, F]
-    down_b: Tensor | None  # [D, r]
-    low_rank_dtype: torch.dtype  # of their GEMMs' operands
-    gate_scale: float
-    up_scale: float
-    down_scale: float
-    gate_dropout: float
-    up_dropout: float
-    down_dropout: float
+    joined: str  # a key of `JOINED`
+    packed: Sequence[Tensor]  # of the weights in 4 bits (`lowtide.mlp.packed`)
+    forms: str  # of gate, up and down, between commas: the form of a weight in 4 bits
+    low_rank_dtype: torch.dtype  # of the operands of the adapters' GEMMs (`lowtide.mlp.low_rank`)
+    scales: Sequence[float]  # of the adapters of gate, up and down
+    dropouts: Sequence[float]
     seed: int  # of the dropouts
-    joined: str = ""  # a key of `JOINED`
-    # the tensors of gate, up and down where they are in 4 bits (`lowtide.mlp.packed`), and their forms, else empty
-    packed: Sequence[Tensor] = ()
-    gate_form: str = ""
-    up_form: str = ""
-    down_form: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Sequence[Any],
-        adapters: Sequence[Adapter] = (),
-        *,
-        dtype: torch.dtype,
-        activation: str,
-        checkpoint_level: int,
-        tile_tokens: int | None,
-        joined: str = "",
-    ) -> "SwigluCall":
-        """Return a call, from the tensors from the input to the down projection's bias, and three adapters or none.
-
-        Each of the three weights may be `Packed`.
-
-        The numbers are here and not defaults of the fields: torch.compile(dynamic=True) makes variables of those, which
-        belong to the checkpoint or autograd node that reads them first, and no other node can read them.
-        """
-        sides: Sequence[Tensor | None] = (None,) * 6
-        scales, dropouts = (1.0,) * 3, (0.0,) * 3
-        low_rank_dtype, seed = torch.float32, 0
-        if adapters:
-            sides = [side for adapter in adapters for side in adapter[:2]]
-            scales, dropouts = zip(*(adapter[2:] for adapter in adapters), strict=True)
-            low_rank_dtype = operand_dtype(next((side for side in sides if side is not None), tensors[0]))
-            seed = int(torch.randint(2**48, (), device="cpu")) if any(dropouts) else 0
-        settings = (dtype, activation, checkpoint_level, tile_tokens)
-        packed: list[Tensor] = []
-        forms = ["", "", ""]
-        if Packed in (type(tensors[1]), type(tensors[2]), type(tensors[3])):  # not any(), which takes the host longer
-            tensors = list(tensors)
-            for i, weight in enumerate(tensors[1:4]):
-                if type(weight) is Packed:
-                    tensors[1 + i], forms[i] = None, weight.form
-                    packed += weight.tensors
-        numbers = (low_rank_dtype, *scales, *dropouts, seed)
-        fields: list[Any] = [*tensors, *settings, *sides, *numbers, joined, packed, *forms]
-        return cls(*fields)
 
     @property
-    def trained(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that may get a gradient, in the order of the fields."""
-        adapters = (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
-        return (*self[:7], *adapters)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that an autograd node saves."""
-        return self.trained
-
-    @property
-    def scalars(self) -> tuple[Any, ...]:
-        """Return the other fields, in their order."""
-        return (*self[7:11], *self[17:])
-
-    @classmethod
-    def joined_from(cls, trained: Sequence[Tensor | None], scalars: Sequence[Any]) -> "SwigluCall":
-        """Return the call with these tensors, as in `trained`, and these `scalars`."""
-        return cls(*trained[:7], *scalars[:4], *trained[7:], *scalars[4:])  # type: ignore[arg-type]
-
-    @property
-    def weights(self) -> tuple[Weight, Weight | None, Weight]:
-        """Return the weights of gate, up and down, dense or in 4 bits."""
-        plain: Any = (self.gate_weight, self.up_weight, self.down_weight)
-        found = packed_of(self.packed, (self.gate_form, self.up_form, self.down_form), self.dtype)
-        gate, up, down = (weight if one is None else one for weight, one in zip(plain, found, strict=True))
-        return gate, up, down
-
-    @property
-    def down_shape(self) -> Sequence[int]:
-        """Return [D, F]."""
-        weight = self.weights[2] if self.down_weight is None else self.down_weight
-        return weight.shape
-
-    @property
-    def rows(self) -> tuple[slice | None, slice | None]:
-        """Return the rows of gate and of up in their one projection; None: each has its own."""
-        return JOINED[self.joined](self.down_shape[1]) if self.joined else (None, None)
-
-    @property
-    def projections(self) -> tuple[Parts, Parts, Parts]:
-        """Return gate, up and down. Gate and up of one projection are views of its rows, with the same A."""
-        plain: Any = (self.gate_weight, self.up_weight, self.down_weight)
-        of_gate, of_up, of_down = self.weights if self.packed else plain
-        gate = (of_gate, self.gate_bias, self.gate_a, self.gate_b, self.gate_scale, self.gate_dropout)
-        down = (of_down, self.down_bias, self.down_a, self.down_b, self.down_scale, self.down_dropout)
-        if of_up is not None:
-            up = (of_up, self.up_bias, self.up_a, self.up_b, self.up_scale, self.up_dropout)
-            return gate, up, down
-        weight: Any
-        weight, bias, a, b, scale, dropout = gate
-        first, second = (
-            (weight[rows], bias if bias is None else bias[rows], a, b if b is None else b[rows], scale, dropout)
-            for rows in self.rows
-        )
-        return first, second, down
+    def input(self) -> Tensor:
+        """Return x."""
+        x = self.tensors[0]
+        assert x is not None
+        return x
 
     @property
     def tokens(self) -> int:
         """Return N."""
         return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
+
+    @property
+    def down_shape(self) -> Sequence[int]:
+        """Return [D, F]."""
+        down = self.tensors[9]
+        return Packed((), self.forms.split(",")[2], self.dtype).shape if down is None else down.shape
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -203,12 +115,141 @@ class SwigluCall(NamedTuple):
         """Return the dtype of gate and up while they are saved: the input's if that is narrower than the GEMMs'."""
         return min(self.dtype, self.input.dtype, key=lambda dtype: dtype.itemsize)
 
-    @property
-    def wide(self) -> torch.dtype:
-        """Return the dtype of sums over tiles."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+    def needs(self, wanted: Sequence[bool]) -> Needs:
+        """Return what backward needs for the gradients of `tensors` that are ``wanted``."""
+        sides = [wanted[i : i + 4] for i in (1, 1 if self.joined else 5, 9)]
+        reads = [of_weight or of_a or of_b for of_weight, _, of_a, of_b in sides]
+        gate, up = (wanted[0] or any(side) for side in sides[:2])
+        return Needs(gate, up, reads[2], reads[0] or reads[1])
 
-    def tiles(self) -> list[slice]:
+    def project(self) -> list[Tensor]:
+        """Return gate and up [N, F]."""
+        gate, up, _ = self._projections()
+        x_ND, dtype = _rows(self.input), self.saved_dtype
+        tiles = self._tiles()
+        if len(tiles) == 1:
+            x = _operand(x_ND, self.dtype)
+            return [gate.output(x, None, 0).to(dtype), up.output(x, None, 0).to(dtype)]
+        made = [x_ND.new_empty(self.projections_shape, dtype=dtype) for _ in range(2)]
+        for tile in tiles:
+            x = _operand(x_ND[tile], self.dtype)
+            for projection, out_NF in zip((gate, up), made, strict=True):
+                if dtype == self.dtype:
+                    projection.output(x, out_NF[tile], tile.start)
+                else:
+                    out_NF[tile] = projection.output(x, None, tile.start)
+        return made
+
+    def output(self, held: Sequence[Tensor]) -> Tensor:
+        """Return the output [..., D] from gate and up [N, F], or if these are empty from the input."""
+        saved = held[0].dim() == 2
+        gate, up, down = self._projections()
+        x_ND = _rows(self.input)
+        y = x_ND.new_empty(self.output_shape, dtype=self.dtype)
+        y_ND = _rows(y)
+        for tile in self._tiles():
+            if saved:
+                g, u = (_part(t, tile) for t in held)
+            else:
+                x = _operand(_part(x_ND, tile), self.dtype)
+                g, u = gate.output(x, None, tile.start), up.output(x, None, tile.start)
+                del x
+            p = torch.empty_like(g, dtype=self.dtype) if saved else g
+            gated(g, u, self.activation, p)
+            del g, u
+            down.output(p, _part(y_ND, tile), tile.start)
+            del p
+        return y  # itself, not a view: FSDP2 warns of views that a module returns
+
+    def gradients(
+        self, wanted: Sequence[bool], upstream: Tensor, held: list[Tensor], *, in_place: bool
+    ) -> list[Tensor | None]:
+        """Return the gradients of `tensors` in their shapes and dtypes, None for those that are not ``wanted``.
+
+        ``upstream`` is the output's gradient [..., D]; ``held`` gate and up [N, F], which may be overwritten
+        ``in_place``, or empty tensors if forward saved neither. They are removed from the list before the last tile, so
+        that their memory is freed once nothing else refers to them.
+        """
+        needs, tiles = self.needs(wanted), self._tiles()
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32  # of sums over tiles
+        sums = [
+            Sum(t, wide if len(tiles) > 1 or t.dim() == 1 or i % 4 > 1 else t.dtype) if flag and t is not None else None
+            for i, (t, flag) in enumerate(zip(self.tensors[1:], wanted[1:], strict=True))
+        ]
+        projections = self._projections(sums)
+        has_saved = held[0].dim() == 2
+        x_ND, dy_ND = _rows(self.input), _rows(upstream)
+        dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted[0] else None
+        for tile in tiles:
+            sides = [_part(t, tile) for t in held] if has_saved else []
+            if tile is tiles[-1]:
+                held.clear()
+            x, dy = _part(x_ND, tile), _part(dy_ND, tile)
+            dx = None if dx_ND is None else _part(dx_ND, tile)
+            self._backward_tile(needs, projections, (x, dy, dx), sides, tile.start, in_place=in_place)
+        scales = [1.0 if i % 4 < 2 else self.scales[i // 4] for i in range(len(sums))]
+        return [
+            None if dx_ND is None else dx_ND.view(self.input.shape),
+            *[None if total is None else total.finished(s) for total, s in zip(sums, scales, strict=True)],
+        ]
+
+    def _backward_tile(
+        self,
+        needs: Needs,
+        projections: "list[_Projection]",
+        rows: tuple[Tensor, Tensor, Tensor | None],
+        sides: list[Tensor],
+        start: int,
+        *,
+        in_place: bool,
+    ) -> None:
+        """Add one tile's part to every gradient; each buffer is freed after the last GEMM that reads it.
+
+        ``rows`` are the tile's of x, dy and dx; ``sides`` gate and up, which are removed from it, or empty if they are
+        to be recomputed; ``start`` is the tile's first row.
+        """
+        gate, up, down = projections
+        x, dy, dx = rows
+        dy = _operand(dy, self.dtype)
+        down.add_bias(dy)
+        if not needs.projections:
+            return
+        if needs.reads_input or not sides:
+            x = _operand(x, self.dtype)
+        if sides:
+            u, g = sides.pop(), sides.pop()
+            if g.dtype != self.dtype:
+                g, u, in_place = g.to(self.dtype), u.to(self.dtype), True
+        else:
+            g, u = gate.output(x, None, start), up.output(x, None, start)
+            in_place = True
+        p: Tensor | None = None
+        grads: list[Tensor | None] = [None, None]
+        if needs.gate or needs.up:
+            dp = torch.empty_like(g)
+            down.backward(dy, None, dp, start)
+            grads = [
+                None if not needed else side if in_place else torch.empty_like(side)
+                for side, needed in ((g, needs.gate), (u, needs.up))
+            ]
+            p = dp if needs.product else None
+            gated_backward(g, u, dp, self.activation, *grads, p)
+            del dp
+        elif needs.product:
+            p = g if in_place else torch.empty_like(g)
+            gated(g, u, self.activation, p)
+        del g, u
+        if p is not None:
+            down.backward(dy, p, None, start)
+        del p, dy
+        for projection in (gate, up):
+            grad = grads.pop(0)
+            if grad is not None:
+                projection.add_bias(grad)
+                projection.backward(grad, x, dx, start, add=projection is up)
+            del grad
+
+    def _tiles(self) -> list[slice]:
         """Return the rows of each tile, in order; one empty tile if there are no tokens."""
         N = self.tokens
         step = self.tile_tokens or N
@@ -216,108 +257,129 @@ class SwigluCall(NamedTuple):
             return [slice(0, N)]
         return [slice(start, min(start + step, N)) for start in range(0, N, step)]
 
+    def _projections(self, sums: Sequence[Sum | None] = (None,) * 12) -> "list[_Projection]":
+        """Return gate, up and down, with the ``sums`` of the gradients of `tensors` but the first."""
+        packed = iter(self.packed)
+        weights = [
+            Packed.taken(packed, form, self.dtype) if form else weight
+            for form, weight in zip(self.forms.split(","), self.tensors[1::4], strict=True)
+        ]
+        of_gate, of_up = JOINED[self.joined](self.down_shape[1])
+        places = ((0, of_gate), (0 if self.joined else 1, of_up), (2, None))
+        return [_Projection(self, i, weights[i], rows, sums[4 * i : 4 * i + 4]) for i, rows in places]
 
-class Wanted(NamedTuple):
-    """Which gradients are needed: a flag for each tensor of `SwigluCall`, in the same order."""
+    # The FLOP of the GEMMs, by formula: two per token and element of each weight that is read.
 
-    input: bool
-    gate_weight: bool
-    up_weight: bool
-    down_weight: bool
-    gate_bias: bool
-    up_bias: bool
-    down_bias: bool
-    gate_a: bool = False
-    gate_b: bool = False
-    up_a: bool = False
-    up_b: bool = False
-    down_a: bool = False
-    down_b: bool = False
+    def project_flop(self) -> int:
+        """Return the FLOP of gate and up."""
+        return 2 * self.tokens * sum(sum(projection.sizes) for projection in self._projections()[:2])
+
+    def output_flop(self, held: Sequence[Tensor]) -> int:
+        """Return the FLOP of the output."""
+        output = 2 * self.tokens * sum(self._projections()[2].sizes)
+        return output if held[0].dim() == 2 else output + self.project_flop()
+
+    def gradients_flop(self, wanted: Sequence[bool], _upstream: Tensor, held: Sequence[Tensor]) -> int:
+        """Return the FLOP of the gradients that are ``wanted``."""
+        needs = self.needs(wanted)
+        if not needs.projections:
+            return 0
+        read = 0
+        for k, projection in enumerate(self._projections()):
+            first = 1 + 4 * (0 if self.joined and k == 1 else k)
+            of_weight, _, of_a, of_b = wanted[first : first + 4]
+            through = wanted[0] if k < 2 else needs.gate or needs.up
+            twice = of_a and through and k == 2  # dy B, before and behind ``act(gate) * up``
+            W, A, B = projection.sizes
+            read += (of_weight + through) * W
+            read += (of_a + of_b + through) * A  # (dy B)^T x; x A^T; (dy B) A
+            read += (of_b + (of_a or through) + twice) * B  # dy^T (x A^T); dy B
+        return 2 * self.tokens * read + (0 if held[0].dim() == 2 else self.project_flop())
+
+
+class _Projection:
+    """``x W^T + b`` and its adapter's part, during one pass, with the sums of the gradients that are needed.
+
+    With ``rows`` it is these rows of one projection for gate and up.
+    """
+
+    def __init__(
+        self, call: SwigluCall, i: int, weight: Weight | None, rows: slice | None, sums: Sequence[Sum | None]
+    ) -> None:
+        bias, a, b = call.tensors[2 + 4 * i : 5 + 4 * i]
+        assert weight is not None
+        if rows is not None:
+            weight = weight[rows]
+            bias, b = (t if t is None else t[rows] for t in (bias, b))
+        self._stored, self._bias, self._dtype, self._rows = weight, bias, call.dtype, rows
+        self._weight_sum, self._bias_sum, of_a, of_b = sums
+        self._operand: Tensor | None = None
+        self._adapter: LowRank | None = None
+        if a is not None and b is not None:
+            a, b = a.to(call.low_rank_dtype), b.to(call.low_rank_dtype)
+            self._adapter = LowRank(a, b, call.scales[i], call.dropouts[i], call.seed + i, of_a, of_b, rows)
 
     @property
-    def gate(self) -> bool:
-        """Return whether the gradient of ``gate = x Wg^T + bg`` is needed for another."""
-        return self.input or self.gate_weight or self.gate_bias or self.gate_a or self.gate_b
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the elements of W, A and B."""
+        a, b = (0, 0) if self._adapter is None else (self._adapter.a.numel(), self._adapter.b.numel())
+        return self._stored.numel(), a, b
 
     @property
-    def up(self) -> bool:
-        """Return the same for ``up = x Wu^T + bu``."""
-        return self.input or self.up_weight or self.up_bias or self.up_a or self.up_b
+    def weight(self) -> Tensor:
+        """Return W in the operands' dtype; cast when first read, so that the first GEMM need not wait for all casts.
 
-    @property
-    def product(self) -> bool:
-        """Return whether ``act(gate) * up``, the input of the down projection, is needed again."""
-        return self.down_weight or self.down_a or self.down_b
+        One in 4 bits is dequantised for each GEMM, and freed after it.
+        """
+        if isinstance(self._stored, Packed):
+            return _operand(self._stored.dense(), self._dtype)
+        if self._operand is None:
+            self._operand = _operand(self._stored, self._dtype)
+        return self._operand
 
-    @property
-    def projections(self) -> bool:
-        """Return whether backward needs gate and up; the gradient of the down projection's bias alone does not."""
-        return self.gate or self.up or self.product
+    def output(self, x: Tensor, out: Tensor | None, start: int) -> Tensor:
+        """Return the output of the rows from ``start`` on, in ``out`` if it is given."""
+        bias, weight = self._bias, self.weight.T
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        # not F.linear, which a user may have replaced since the forward
+        out = torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+        if self._adapter is not None:
+            self._adapter.add_output(x, out, start)
+        return out
 
-    @property
-    def reads_input(self) -> bool:
-        """Return whether backward reads the input if gate and up were saved."""
-        return self.gate_weight or self.up_weight or self.gate_a or self.gate_b or self.up_a or self.up_b
+    def add_bias(self, grad: Tensor) -> None:
+        """Add the output's gradient [C, out] to that of the bias."""
+        if self._bias_sum is not None:
+            self._bias_sum.add_rows(grad, self._rows)
 
+    def backward(self, grad: Tensor, x: Tensor | None, dx: Tensor | None, start: int, *, add: bool = False) -> None:
+        """Add the gradient [C, out] of the output to those of weight and adapter; write or add it to ``dx``.
 
-def of_both(wanted: Wanted, joined: str) -> Wanted:
-    """Return the flags of gate and up apart, those of one projection for both."""
-    if not joined:
-        return wanted
-    weight, bias, a, b = wanted.gate_weight, wanted.gate_bias, wanted.gate_a, wanted.gate_b
-    return wanted._replace(up_weight=weight, up_bias=bias, up_a=a, up_b=b)
-
-
-# The FLOP of the GEMMs, by formula: two per token and element of each weight that is read.
-
-
-def projections_flop(call: SwigluCall) -> int:
-    """Return the FLOP of gate and up."""
-    gate, up, _down = call.projections
-    return _of_output(call, gate) + _of_output(call, up)
-
-
-def forward_flop(call: SwigluCall, *, saved: bool) -> int:
-    """Return the FLOP of the output from gate and up, or from the input if these are not ``saved``."""
-    output = _of_output(call, call.projections[2])
-    return output if saved else output + projections_flop(call)
+        ``x`` None: another call adds those of weight and adapter. ``dx`` None: another call's too, or not needed.
+        """
+        if x is not None and self._weight_sum is not None:
+            self._weight_sum.add_product(grad.T, x, self._rows)
+        if dx is not None:
+            multiply(grad, self.weight, dx, add=add)
+        if self._adapter is not None:
+            self._adapter.backward(grad, x, dx, start)
 
 
-def backward_flop(call: SwigluCall, wanted: Wanted, *, saved: bool) -> int:
-    """Return the FLOP of the gradients that are ``wanted``."""
-    if not wanted.projections:
-        return 0
-    wanted = of_both(wanted, call.joined)
-    gate, up, down = call.projections
-    flop = 0 if saved else projections_flop(call)
-    if wanted.gate or wanted.up:
-        flop += _of_output(call, down)
-    if wanted.down_weight:
-        flop += _flop(call, call.down_weight)
-    if wanted.product:
-        flop += _of_adapter(call, down, wanted.down_a, wanted.down_b, through=False)
-    for projection, of_weight, of_a, of_b in (
-        (gate, wanted.gate_weight, wanted.gate_a, wanted.gate_b),
-        (up, wanted.up_weight, wanted.up_a, wanted.up_b),
-    ):
-        flop += (of_weight + wanted.input) * _flop(call, projection[0])
-        flop += _of_adapter(call, projection, of_a, of_b, through=wanted.input)
-    return flop
+def _rows(tensor: Tensor) -> Tensor:
+    """Return [..., D] as [N, D], itself or a view where its strides allow."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
-def _of_output(call: SwigluCall, projection: Parts) -> int:
-    """Return the FLOP of a projection's output, or of its gradient with respect to the projection's input."""
-    weight, _bias, a, b, *_ = projection
-    return _flop(call, weight, a, b)
+def _part(tensor: Tensor, tile: slice) -> Tensor:
+    """Return the rows of a tile; if these are all, the tensor itself, which takes the host less time than a view."""
+    return tensor if tile.stop - tile.start == tensor.shape[0] else tensor[tile]
 
 
-def _of_adapter(call: SwigluCall, projection: Parts, of_a: bool, of_b: bool, *, through: bool) -> int:
-    """Return the FLOP of an adapter's gradients, and with ``through`` of its part of the input's."""
-    _weight, _bias, a, b, *_ = projection
-    reads_b = of_b + (of_a or through)  # dy^T (x A^T); dy B
-    reads_a = of_b + of_a + through  # x A^T; (dy B)^T x; (dy B) A
-    return reads_a * _flop(call, a) + reads_b * _flop(call, b)
-
-
-def _flop(call: SwigluCall, *weights: Weight | None) -> int:
-    return 2 * call.tokens * sum(weight.numel() for weight in weights if weight is not None)
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix as a GEMM reads it without its own copy: in its dtype, with contiguous rows or columns."""
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    (rows, columns), (along, across) = tensor.shape, tensor.stride()
+    readable = (across == 1 and along >= columns) or (along == 1 and across >= rows)
+    return tensor if readable else tensor.contiguous()

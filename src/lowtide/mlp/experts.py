@@ -1,28 +1,241 @@
-"""The experts of a layer, which save gate and up for backward, or none of their activations."""
+"""The experts of a layer, which save gate and up for backward, or none of their activations.
 
+A call's arguments, forward, backward and FLOP: the GEMMs of the groups, in the order that needs the least memory.
+T tokens, K experts per token, S = T K rows sorted by expert, E experts, D hidden size, F intermediate size of an
+expert.
+"""
+
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.mlp.expert_call import (
-    ExpertsCall,
-    ExpertsWanted,
-    Form,
-    backward_flop,
-    forward_flop,
-    projections_flop,
-)
-from lowtide.mlp.expert_passes import backward_rows, forward_rows, project_rows
-from lowtide.mlp.groups import sorted_by_expert
-from lowtide.mlp.operators import Flop, Operators, Passes
+from lowtide.mlp.expert_rows import Form, Inner, Pairs, combined, gated_rows, gated_rows_backward
+from lowtide.mlp.groups import Groups, inverse_of, sorted_by_expert
+from lowtide.mlp.operators import Operators
+from lowtide.mlp.products import multiply
 from lowtide.mlp.swiglu import check_level
+
+
+class Needs(NamedTuple):
+    """What backward computes or reads for the gradients that are wanted."""
+
+    inner: bool  # the gradients of gate and up
+    projections: bool  # gate and up
+    reads_input: bool  # even if gate and up were saved
+
+
+class ExpertsCall(NamedTuple):
+    """The experts of one layer and their routing: see `lowtide.mlp.operators`.
+
+    The S rows are the pairs of a token and one of its experts, sorted by expert: row s is pair ``order[s]`` of the T K,
+    and expert e has the rows from ``ends[e - 1]`` to ``ends[e]``. Pairs with an id of E or more, which no expert has,
+    come last; they add nothing and get the gradient 0.
+    """
+
+    # x [T, D]; routing [T, K], the weight of each expert of a token; gate_up [E, 2F, D]; down [E, D, F]; their biases
+    # [E, 2F] and [E, D], or None; and integers: ids [T, K], and int32 order [S] and ends [E]
+    tensors: Sequence[Tensor | None]
+    dtype: torch.dtype  # of the GEMMs' operands
+    checkpoint_level: int
+    transposed: bool  # gate_up is [E, D, 2F], and down [E, F, D]
+    activation: str  # this and what follows: `Form`
+    limit: float
+    alpha: float
+    shift: float
+    joined: str
+
+    @property
+    def input(self) -> Tensor:
+        """Return x."""
+        return self.of(0)
+
+    def of(self, i: int) -> Tensor:
+        """Return a tensor that is not None."""
+        tensor = self.tensors[i]
+        assert tensor is not None
+        return tensor
+
+    @property
+    def rows(self) -> int:
+        """Return S."""
+        return math.prod(self.of(1).shape)
+
+    @property
+    def projections_shape(self) -> tuple[int, int]:
+        """Return the shape [S, 2F] of gate and up."""
+        return self.rows, self.of(2).shape[2 if self.transposed else 1]
+
+    @property
+    def output_shape(self) -> Sequence[int]:
+        """Return the shape [T, D] of the output."""
+        return self.input.shape
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Return the dtype of the output."""
+        return self.input.dtype
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Return the dtype of gate and up while they are saved."""
+        return self.dtype
+
+    def needs(self, wanted: Sequence[bool]) -> Needs:
+        """Return what backward needs for the gradients of `tensors` that are ``wanted``."""
+        of_x, of_routing, of_gate_up, of_down, of_gate_up_bias, *_ = wanted
+        inner = of_x or of_gate_up or of_gate_up_bias
+        return Needs(inner, inner or of_routing or of_down, of_gate_up)
+
+    def project(self) -> list[Tensor]:
+        """Return gate and up of all rows [S, 2F], without their bias."""
+        return [_Pass(self).project()]
+
+    def output(self, held: Sequence[Tensor]) -> Tensor:
+        """Return the output [T, D] from gate and up, or if these are empty from the input."""
+        (gate_up,) = held
+        run = _Pass(self)
+        inner = run.inner(gate_up if gate_up.dim() == 2 else run.project())
+        h = inner.gate_up.new_empty(self.rows, inner.gate_up.shape[1] // 2)
+        gated_rows(inner, h)
+        del inner, gate_up
+        y = run.groups.times(h, run.down)
+        del h
+        return run.combined(y, run.routing, run.down_bias)
+
+    def gradients(
+        self, wanted: Sequence[bool], upstream: Tensor, held: list[Tensor], *, in_place: bool
+    ) -> list[Tensor | None]:
+        """Return the gradients of `tensors` in their shapes and dtypes, None for those that are not ``wanted``.
+
+        ``upstream`` is the output's gradient [T, D]; ``held`` gate and up [S, 2F], which may be overwritten
+        ``in_place``, or an empty tensor if forward did not save them. The list is emptied, so that their memory can be
+        freed.
+        """
+        run, needs = _Pass(self), self.needs(wanted)
+        of_x, of_routing, of_gate_up, of_down, of_gate_up_bias, of_down_bias, *_ = wanted
+        grads: list[Tensor | None] = [None] * len(wanted)
+        gate_up = held.pop()
+        dy = upstream.to(self.dtype)
+        dy_rows = run.gathered(dy)
+        factors = run.routing.reshape(-1)[run.order]
+        if of_down_bias:
+            grads[5] = run.groups.sums(dy_rows, factors)
+        if needs.projections:
+            if gate_up.dim() != 2:
+                gate_up, in_place = run.project(), True
+            dh = run.groups.times(dy_rows, run.down.transpose(1, 2))
+            inner = run.inner(gate_up)
+            of_inner = None if not needs.inner else gate_up if in_place else torch.empty_like(gate_up)
+            dots = gate_up.new_empty(self.rows, dtype=run.wide) if of_routing else None
+            gated_rows_backward(inner, dh, factors, (of_inner, dh if of_down else None, dots))
+            del inner, gate_up
+            if of_down:
+                grads[3] = run.weight_grad(dh, dy_rows)
+            del dh, dy_rows
+            if dots is not None:
+                grads[1] = run.routing_grad(dots, dy)
+            if of_inner is not None:
+                if of_gate_up_bias:
+                    grads[4] = run.groups.sums(of_inner)
+                if of_gate_up:
+                    grads[2] = run.weight_grad(run.gathered(self.input), of_inner)
+                if of_x:
+                    grads[0] = run.combined(run.groups.times(of_inner, run.gate_up.transpose(1, 2)), None, None)
+        return [None if g is None else g.to(self.of(i).dtype) for i, g in enumerate(grads)]
+
+    # The FLOP of the GEMMs: two per row and element of an expert's weight.
+
+    def project_flop(self) -> int:
+        """Return the FLOP of gate and up."""
+        return self._flop(2)
+
+    def output_flop(self, held: Sequence[Tensor]) -> int:
+        """Return the FLOP of the output."""
+        return self._flop(3) + (0 if held[0].dim() == 2 else self.project_flop())
+
+    def gradients_flop(self, wanted: Sequence[bool], _upstream: Tensor, held: Sequence[Tensor]) -> int:
+        """Return the FLOP of the gradients that are ``wanted``."""
+        needs = self.needs(wanted)
+        recomputed = needs.projections and held[0].dim() != 2
+        of_down = (needs.inner or wanted[1]) + wanted[3]
+        return of_down * self._flop(3) + (recomputed + wanted[0] + wanted[2]) * self._flop(2)
+
+    def _flop(self, weight: int) -> int:
+        return 2 * self.rows * math.prod(self.of(weight).shape[1:])
+
+
+class _Pass:
+    """A call's rows and weights as the GEMMs read them, during one pass."""
+
+    def __init__(self, call: ExpertsCall) -> None:
+        self._call = call
+        tensors: Sequence[Any] = call.tensors
+        self._x, self.routing, self._gate_up, self._down, self._gate_up_bias, self.down_bias = tensors[:6]
+        ids, self.order, ends = tensors[6:]
+        self._experts, self.groups = len(ends), Groups(ends)
+        self._ids = ids.long().clamp(max=len(ends)).contiguous()  # [T, K]
+        self.wide = torch.float64 if call.dtype == torch.float64 else torch.float32
+
+    @property
+    def gate_up(self) -> Tensor:
+        """Return the matrices from the input to gate and up [E, D, 2F]."""
+        return self._operand(self._gate_up)
+
+    @property
+    def down(self) -> Tensor:
+        """Return the matrices from h to the output [E, F, D]."""
+        return self._operand(self._down)
+
+    def _operand(self, weight: Tensor) -> Tensor:
+        weight = weight.to(self._call.dtype)
+        return weight if self._call.transposed else weight.transpose(1, 2)
+
+    def weight_grad(self, into: Tensor, out: Tensor) -> Tensor:
+        """Return a weight's gradient in its layout, from the rows [S, in] that it read and its output's [S, out]."""
+        return self.groups.outer(*((into, out) if self._call.transposed else (out, into)))
+
+    def gathered(self, tokens: Tensor) -> Tensor:
+        """Return the token of each row [S, D], in the operands' dtype."""
+        token = self.order.div(self._ids.shape[1], rounding_mode="floor")
+        return tokens.to(self._call.dtype).index_select(0, token)
+
+    def project(self) -> Tensor:
+        """Return gate and up [S, 2F], without their bias."""
+        return self.groups.times(self.gathered(self._x), self.gate_up)
+
+    def inner(self, gate_up: Tensor) -> Inner:
+        """Return gate and up with all that tells what is computed from them."""
+        expert = self._ids.reshape(-1)[self.order].to(torch.int32)
+        return Inner(gate_up, _contiguous(self._gate_up_bias), expert, self._experts, Form(*self._call[4:]))
+
+    def combined(self, rows: Tensor, factors: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the sum of each token's rows [T, D], with their bias and factors, in the input's dtype."""
+        pairs = Pairs(inverse_of(self.order).view(self._ids.shape), self._ids, self._experts)
+        return combined(rows, pairs, _contiguous(factors), _contiguous(bias), self._x.dtype)
+
+    def routing_grad(self, dots: Tensor, dy: Tensor) -> Tensor:
+        """Return the gradient of the routing weights [T, K], from each row's h . dh and the output's gradient."""
+        grad = dots[inverse_of(self.order)].view(self._ids.shape)
+        bias, E = self.down_bias, self._experts
+        if bias is not None:
+            of_all = dy.new_empty(dy.shape[0], E, dtype=self.wide)
+            multiply(dy, bias.to(dy.dtype).T, of_all, add=False)
+            grad = grad + of_all.gather(1, self._ids.clamp(max=E - 1))
+        return torch.where(self._ids < E, grad, 0.0)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor as the kernels read it."""
+    return None if tensor is None else tensor.contiguous()
+
 
 # Gate and up [S, 2F], and the output [T, D].
 _EXPERTS = Operators(
-    "experts", "fused experts", "run the stock experts: lowtide.unpatch(model)", (ExpertsCall, ExpertsWanted),
-    ("saved",), Passes(project_rows, forward_rows, backward_rows), Flop(projections_flop, forward_flop, backward_flop),
-)  # fmt: skip
+    "experts", "fused experts", "run the stock experts: lowtide.unpatch(model)", ExpertsCall, tensors=9, held=1
+)
 
 
 def experts_mlp(
@@ -73,4 +286,4 @@ def experts_mlp(
     assert down is not None
     order, ends = sorted_by_expert(ids.detach(), gate_up.shape[0])
     tensors = (input, routing, gate_up, down, gate_up_bias, down_bias, ids, order, ends)
-    return _EXPERTS.run(ExpertsCall(*tensors, dtype, check_level(checkpoint_level), transposed, *form))
+    return _EXPERTS.run(ExpertsCall(tensors, dtype, check_level(checkpoint_level), transposed, *form))

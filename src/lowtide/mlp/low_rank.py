@@ -10,20 +10,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowtide.mlp.products import RowSum, Sum
+from lowtide.mlp.products import Sum
 
 # Elements: an adapter with another dtype than its projection, or with dropout, copies this much of its wider side.
 PIECE = 2**24
 
 
 class LowRank:
-    """One projection's adapter during one pass, A and B in the dtype of the operands."""
+    """One projection's adapter during one pass, A and B in the dtype of the operands.
 
-    def __init__(self, a: Tensor, b: Tensor, scale: float, dropout: float, seed: int) -> None:
-        self.a, self.b = a, b
+    ``of_a`` and ``of_b`` are the sums of their gradients, before s, or None: not needed. ``rows`` are those of b's.
+    """
+
+    def __init__(
+        self, a: Tensor, b: Tensor, scale: float, dropout: float, seed: int,
+        of_a: Sum | None = None, of_b: Sum | None = None, rows: slice | None = None,
+    ) -> None:  # fmt: skip
+        self.a, self.b, self._of_a, self._of_b, self._rows = a, b, of_a, of_b, rows
         self.scale, self.dropout, self.seed = scale, dropout, seed
-        # of A and B, before s; None: not needed
-        self.sums: tuple[Sum | RowSum | None, Sum | RowSum | None] = (None, None)
 
     def add_output(self, x: Tensor, out: Tensor, start: int) -> None:
         """Add the adapter's output for the rows ``x`` [C, in], the first of which is row ``start`` of all."""
@@ -37,7 +41,7 @@ class LowRank:
         ``x`` is the projection's input [C, in]; None: another call adds the gradients of A and B. ``dx`` is the
         gradient of x, to be added to; None: another call adds to it, or it is not needed.
         """
-        of_a, of_b = self.sums if x is not None else (None, None)
+        of_a, of_b = (self._of_a, self._of_b) if x is not None else (None, None)
         for part in self._pieces(grad, grad):
             dy = grad[part].to(self.a.dtype)
             first = start + part.start
@@ -45,7 +49,7 @@ class LowRank:
             if x is not None and (of_a is not None or of_b is not None):
                 dropped = self._dropped(x[part], first)
                 if of_b is not None:
-                    of_b.add_product(dy.T, dropped @ self.a.T)
+                    of_b.add_product(dy.T, dropped @ self.a.T, self._rows)
                 if of_a is not None and d_inner is not None:
                     of_a.add_product(d_inner.T, dropped)
             if dx is None or d_inner is None:

@@ -1,7 +1,8 @@
 """Weights that bitsandbytes stores in 4 bits, as the MLP's operators take them: dense only while a GEMM reads them."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Packed:
         tensors = (data, state.absmax, *(() if outer is None else (outer.absmax, outer.code, state.offset)))
         blocks = state.blocksize, 0 if outer is None else outer.blocksize
         return cls(tensors, " ".join(map(str, (state.quant_type, *blocks, *state.shape))), dtype)
+
+    @classmethod
+    def taken(cls, tensors: Iterator[Tensor], form: str, dtype: torch.dtype) -> "Packed":
+        """Return a weight of this form, of the next of the ``tensors``."""
+        return cls(tuple(itertools.islice(tensors, 5 if form.split()[2] != "0" else 2)), form, dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,17 +82,3 @@ class Packed:
 
 
 Weight = Tensor | Packed
-
-
-def packed_of(tensors: Sequence[Tensor], forms: Sequence[str], dtype: torch.dtype) -> list[Packed | None]:
-    """Return a weight for each of ``forms``, None for an empty one, from the tensors of all."""
-    found: list[Packed | None] = []
-    start = 0
-    for form in forms:
-        if not form:
-            found.append(None)
-            continue
-        count = 5 if form.split()[2] != "0" else 2
-        found.append(Packed(tuple(tensors[start : start + count]), form, dtype))
-        start += count
-    return found

@@ -1,67 +1,49 @@
 """GEMMs into existing memory, and gradients summed over tiles of tokens."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 
-@dataclass
 class Sum:
-    """The gradient of ``of``, summed over tiles in ``dtype``: for one tile a weight's own, else the wide one."""
+    """The gradient of ``of``, summed over tiles in ``dtype``: for one tile a weight's own, else the wide one.
 
-    of: Tensor
-    dtype: torch.dtype
-    total: Tensor | None = None
+    ``rows`` are those of ``of`` that something is added to: gate's or up's, where they are one projection. None: all.
+    """
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
+    def __init__(self, of: Tensor, dtype: torch.dtype) -> None:
+        self._of, self._dtype = of, dtype
+        self._total: Tensor | None = None
+        self._begun: list[slice | None] = []
+
+    def add_product(self, a: Tensor, b: Tensor, rows: slice | None = None) -> None:
         """Add ``a @ b``, a weight's gradient."""
-        if self.total is not None:
-            multiply(a, b, self.total, add=True)
-        elif a.dtype == self.dtype:
-            self.total = a @ b
-        else:
-            self.total = torch.empty(self.of.shape, dtype=self.dtype, device=self.of.device)
-            multiply(a, b, self.total, add=False)
+        place, add = self._place(rows)
+        multiply(a, b, place, add=add)
 
-    def add_rows(self, rows: Tensor) -> None:
-        """Add the sum of all rows, a bias's gradient."""
-        part = rows.sum(0, dtype=self.dtype)
-        self.total = part if self.total is None else self.total.add_(part)
+    def add_rows(self, grad: Tensor, rows: slice | None = None) -> None:
+        """Add the sum of all rows of ``grad``, a bias's gradient."""
+        place, add = self._place(rows)
+        if add:
+            place.add_(grad.sum(0, dtype=self._dtype))
+        else:
+            torch.sum(grad, 0, dtype=self._dtype, out=place)
+
+    def _place(self, rows: slice | None) -> tuple[Tensor, bool]:
+        """Return the memory of these rows, and whether it has a sum already."""
+        if self._total is None:
+            self._total = torch.empty(self._of.shape, dtype=self._dtype, device=self._of.device)
+        begun = rows in self._begun
+        if not begun:
+            self._begun.append(rows)
+        return self._total if rows is None else self._total[rows], begun
 
     def finished(self, scale: float) -> Tensor:
         """Return ``scale`` times the sum, to which something was added, in the dtype of ``of``."""
-        total, self.total = self.total, None
+        total, self._total = self._total, None
         assert total is not None
         if scale != 1:
             total.mul_(scale)
-        return total if total.dtype == self.of.dtype else total.to(self.of.dtype)
-
-
-@dataclass
-class RowSum:
-    """Rows of a `Sum`, written into its tensor: the gradient of gate or up where they are one projection."""
-
-    whole: Sum
-    rows: slice
-    begun: bool = False
-
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b``, the weight's gradient."""
-        multiply(a, b, self._place(), add=self.begun)
-        self.begun = True
-
-    def add_rows(self, rows: Tensor) -> None:
-        """Add the sum of all rows, the bias's gradient."""
-        part, place = rows.sum(0, dtype=self.whole.dtype), self._place()
-        place.copy_(place + part if self.begun else part)
-        self.begun = True
-
-    def _place(self) -> Tensor:
-        whole = self.whole
-        if whole.total is None:
-            whole.total = torch.empty(whole.of.shape, dtype=whole.dtype, device=whole.of.device)
-        return whole.total[self.rows]
+        return total if total.dtype == self._of.dtype else total.to(self._of.dtype)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowtide.arguments import check_device, check_index, hooks_of, operand_dtype, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.mlp.call import Adapter, Projection, SwigluCall, Wanted, backward_flop, forward_flop, projections_flop
-from lowtide.mlp.operators import Flop, Operators, Passes
+from lowtide.mlp.call import Projection, SwigluCall
+from lowtide.mlp.operators import Operators
 from lowtide.mlp.packed import Packed
-from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 LEVELS = (0, 1)
@@ -23,10 +23,7 @@ _WRITTEN_OUT = (
     " * torch.nn.functional.linear(input, up_weight), down_weight)"
 )
 # Gate and up [N, F], and the output [..., D].
-_SWIGLU = Operators(
-    "swiglu", "swiglu_mlp", f"write it out: {_WRITTEN_OUT}", (SwigluCall, Wanted), ("gate", "up"),
-    Passes(project_tiles, forward_tiles, backward_tiles), Flop(projections_flop, forward_flop, backward_flop),
-)  # fmt: skip
+_SWIGLU = Operators("swiglu", "swiglu_mlp", f"write it out: {_WRITTEN_OUT}", SwigluCall, tensors=13, held=2)
 
 
 def swiglu_mlp(
@@ -109,14 +106,10 @@ def plain_mlp(*tensors: Any, activation: str, checkpoint_level: int, tile_tokens
     Checked are the shapes, and level and tile, which users set as attributes: the caller has checked the rest.
     """
     _check_shapes(*tensors)
-    return _SWIGLU.run(
-        SwigluCall.of(
-            tensors,
-            dtype=operand_dtype(tensors[0]),
-            activation=activation,
-            checkpoint_level=check_level(checkpoint_level),
-            tile_tokens=check_tile(tile_tokens),
-        )
+    x, gate, up, down, *biases = tensors
+    projections = map(Projection, (gate, up, down), biases)
+    return adapted_mlp(
+        x, *projections, activation=activation, checkpoint_level=checkpoint_level, tile_tokens=tile_tokens
     )
 
 
@@ -146,24 +139,31 @@ def adapted_mlp(
     Only level and tile, which users set as attributes, are checked: the caller made the projections of modules that it
     had checked.
     """
-    projections = (gate, up, down)
-    # A record of its own for each call: see `SwigluCall.of`.
-    none = Adapter(None, None, 1.0, 0.0)
-    adapters = [none if p is None or p.adapter is None else p.adapter for p in projections]
-    weights, biases = ([None if p is None else p[i] for p in projections] for i in range(2))
-    packed = next((weight for weight in weights if isinstance(weight, Packed)), None)
-    y = _SWIGLU.run(
-        SwigluCall.of(
-            (input, *weights, *biases),
-            adapters,
-            dtype=operand_dtype(input) if packed is None else packed.dtype,
-            activation=activation,
-            checkpoint_level=check_level(checkpoint_level),
-            tile_tokens=check_tile(tile_tokens),
-            joined=joined,
-        )
-    )
-    return y if packed is None else y.to(input.dtype)
+    tensors: list[Any] = [input]
+    packed: list[Tensor] = []
+    forms, scales, dropouts = [], [], []
+    dtype = None  # of weights in 4 bits
+    for projection in (gate, up, down):
+        weight, bias, adapter = (None, None, None) if projection is None else projection
+        # float(), and no defaults of `Projection`: see `lowtide.mlp.operators.Operators.run` on numbers
+        a, b, scale, dropout = (None, None, 1.0, 0.0) if adapter is None else adapter
+        form = ""
+        if type(weight) is Packed:
+            form, dtype = weight.form, weight.dtype
+            packed += weight.tensors
+            weight = None
+        tensors += (weight, bias, a, b)
+        forms.append(form)
+        scales.append(float(scale))
+        dropouts.append(float(dropout))
+    side = next((a for a in tensors[3::4] if a is not None), input)
+    seed = int(torch.randint(2**48, (), device="cpu")) if any(dropouts) else 0
+    call = SwigluCall(
+        tensors, operand_dtype(input) if dtype is None else dtype, activation, check_level(checkpoint_level),
+        check_tile(tile_tokens), joined, packed, ",".join(forms), operand_dtype(side), scales, dropouts, seed,
+    )  # fmt: skip
+    y = _SWIGLU.run(call)
+    return y if dtype is None else y.to(input.dtype)
 
 
 def check_level(level: object) -> int:

@@ -164,7 +164,7 @@ def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> i
         narrow = call.dtype.itemsize
         backward = name.endswith("backward")
         scratch = tensors[given[-1].dim() == 2] * call.tokens * call.down_shape[1] * narrow
-        weights = [x for x in (call.gate_weight, call.up_weight, call.down_weight) if x is not None]
+        weights = [x for x in call.tensors[1::4] if x is not None]
         if call.input.dtype.itemsize > narrow:  # autocast's copies of the weights, of the input and its gradient
             scratch += narrow * (sum(w.numel() for w in weights) + (1 + backward) * call.input.numel())
         if backward:  # gate's and up's gradients come when the scratch is gone
@@ -172,7 +172,7 @@ def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> i
             scratch -= min(scratch, sum(map(_bytes, grads[: len(weights) - 1])))
         return int(scratch)
     if rows := _ROWS.get(name):
-        x, down, ids = args[0], args[3], args[6]
+        (x, _, _, down, _, _, ids, *_), *_ = args
         D = x.shape[-1]
         of_row = rows[given[-1].dim() == 2](D, down[0].numel() // D)
         return int(ids.numel() * of_row * x.element_size())
