@@ -25,8 +25,8 @@ from lowtide.bench.harness import Peer, by_name, gpu_module
 from lowtide.bench.mlp import measure_modules
 from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 from lowtide.errors import UnsupportedError
-from lowtide.mlp.expert_rows import Form
 from lowtide.mlp.experts import experts_mlp
+from lowtide.mlp.groups import Form
 
 GPT_OSS = Form("silu", limit=7.0, alpha=1.702, shift=1.0, joined="interleaved")
 

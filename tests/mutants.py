@@ -214,7 +214,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "layers": [
         Mutant(
-            "layers/norm.py", "dx.copy_(into_rows if call.g_sum is None else into_rows.add_(call.g_sum))",
+            "layers/norm.py", "dx.copy_(into_rows if g_sum is None else into_rows.add_(g_sum))",
             "dx.copy_(into_rows)", "contract/test_values.py -k add_rms_norm",
         ),
         Mutant(

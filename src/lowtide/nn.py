@@ -147,7 +147,8 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the MLP's output for hidden states ``input``."""
-        gate, up, down = check_plain(gate_proj=self.gate_proj, up_proj=self.up_proj, down_proj=self.down_proj)
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        check_plain(gate_proj=gate, up_proj=up, down_proj=down)
         return swiglu_mlp(
             input,
             gate.weight,

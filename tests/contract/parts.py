@@ -18,8 +18,8 @@ from lowtide.arguments import operand_dtype
 from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.mlp.call import Adapter, Projection
-from lowtide.mlp.expert_rows import Form
 from lowtide.mlp.experts import experts_mlp
+from lowtide.mlp.groups import Form
 from lowtide.mlp.swiglu import adapted_mlp
 from mlp.experts import FORMS, by_pairs
 from support import Sharded, mlp, rotary_oracle

@@ -17,7 +17,7 @@ from gpu.conftest import HOPPER, ON_GPU, no_waits
 from lowtide import swiglu_mlp
 from lowtide.measure.timing import peak_above
 from lowtide.mlp.call import Adapter, Projection
-from lowtide.mlp.expert_rows import Form
+from lowtide.mlp.groups import Form
 from lowtide.mlp.kernels import gated as kernels
 from lowtide.mlp.packed import Packed
 from lowtide.mlp.swiglu import adapted_mlp

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.mlp.expert_rows import Form
 from lowtide.mlp.experts import experts_mlp
+from lowtide.mlp.groups import Form
 
 GPT_OSS = Form("silu", 0.8, 1.702, 1.0, "interleaved")
 FORMS = [GPT_OSS, Form("silu"), Form("gelu_tanh", joined="up first"), Form("silu", limit=0.5)]

@@ -186,10 +186,9 @@ def _why_no_kernel(device: torch.device, x_dtype: torch.dtype, weight_dtype: tor
     return why_not_row(device, x_dtype, 1) or why_not_row(device, weight_dtype, 1)
 
 
-_FORWARD = "Tensor, Tensor, Tensor"  # result, sum (empty without a residual), rstd
-
-
-def _outputs(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the result, for the sum (empty without a residual) and for rstd."""
+    call = _Call(*args)
     x = call.x
     return (
         torch.empty(x.shape, dtype=call.out_dtype, device=x.device),
@@ -198,7 +197,9 @@ def _outputs(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _gradient_outputs(call: _BackwardCall) -> tuple[Tensor, Tensor]:
+def _gradient_outputs(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return memory for the gradients of the rows and of the weight, empty if not needed."""
+    call = _BackwardCall(*args)
     x, weight = call.x, call.weight
     return x.new_empty(x.shape if call.wants_x else 0), weight.new_empty(weight.shape if call.wants_weight else 0)
 
@@ -217,63 +218,54 @@ def _rows(x: Tensor) -> Tensor:
 
 def _normalized(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, the sum and the factors: see `_outputs`."""
-    call = _Call(*args)
-    out, sum_, rstd = _outputs(call)
-    if call.x.numel() == 0:
+    call, (out, sum_, rstd) = _Call(*args), _outputs(*args)
+    x, residual, weight = call.x, call.residual, call.weight
+    if x.numel() == 0:
         return out, sum_, rstd
-    if why_no_kernel(call.x, call.weight) is not None:
-        with undisturbed(call.x.device):
-            return _normalized_by_pytorch(call, out, sum_)
-    from lowtide.layers.kernels.rms_norm import normalize_rows
+    if why_no_kernel(x, weight) is None:
+        from lowtide.layers.kernels.rms_norm import normalize_rows
 
-    with on_device(call.x.device):
-        residual, into_sum = (None, None) if call.residual is None else (_rows(call.residual), _rows(sum_))
-        x, weight, into = _rows(call.x), call.weight.contiguous(), (_rows(out), into_sum, rstd)
-        normalize_rows(x, residual, weight, call.eps, call.offset, round_first=call.round_first, into=into)
-    return out, sum_, rstd
-
-
-def _normalized_by_pytorch(call: _Call, out: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x = call.x if call.residual is None else torch.add(call.residual, call.x, out=sum_)
-    wide = x.to(_wide(x))
-    factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + call.eps)
-    normed = wide * factor
-    if call.round_first:
-        normed = normed.to(x.dtype).to(wide.dtype)
-    out.copy_(normed.mul_(call.weight.to(wide.dtype) + call.offset))
+        with on_device(x.device):
+            rows, into_sum = (None, None) if residual is None else (_rows(residual), _rows(sum_))
+            into = (_rows(out), into_sum, rstd)
+            normalize_rows(
+                _rows(x), rows, weight.contiguous(), call.eps, call.offset, round_first=call.round_first, into=into
+            )
+        return out, sum_, rstd
+    with undisturbed(x.device):
+        if residual is not None:
+            x = torch.add(residual, x, out=sum_)
+        wide = x.to(_wide(x))
+        factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + call.eps)
+        normed = wide * factor
+        if call.round_first:
+            normed = normed.to(x.dtype).to(wide.dtype)
+        out.copy_(normed.mul_(weight.to(wide.dtype) + call.offset))
     return out, sum_, factor.view(-1)
 
 
 def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _BackwardCall(*args)
-    x = call.x
-    dx, dw = _gradient_outputs(call)
+    call, (dx, dw) = _BackwardCall(*args), _gradient_outputs(*args)
+    g, g_sum, x, weight = call[:4]
     if x.numel() == 0:
         return dx, dw.zero_()
-    if why_no_kernel(x, call.weight) is not None:
-        with undisturbed(x.device):
-            return _gradients_by_pytorch(call, dx, dw)
-    from lowtide.layers.kernels.rms_norm import normalize_rows_backward
+    if why_no_kernel(x, weight) is None:
+        from lowtide.layers.kernels.rms_norm import normalize_rows_backward
 
-    with on_device(x.device):
-        g_sum = None if call.g_sum is None else _rows(call.g_sum)
-        into = (_rows(dx) if call.wants_x else None, dw if call.wants_weight else None)
-        normalize_rows_backward(
-            _rows(call.g), g_sum, _rows(x), call.weight.contiguous(), call.rstd, call.offset, into=into
-        )
-    return dx, dw
-
-
-def _gradients_by_pytorch(call: _BackwardCall, dx: Tensor, dw: Tensor) -> tuple[Tensor, Tensor]:
-    x = call.x
-    g, rstd = call.g.to(_wide(x)), call.rstd.view(*x.shape[:-1], 1)
-    normed = x.to(_wide(x)) * rstd
-    if call.wants_weight:
-        dw.copy_((g * normed).reshape(-1, x.shape[-1]).sum(0))
-    if call.wants_x:
-        g = g * (call.weight.to(g.dtype) + call.offset)
-        into_rows = normed.mul_((g * normed).mean(-1, keepdim=True)).sub_(g).mul_(-rstd)
-        dx.copy_(into_rows if call.g_sum is None else into_rows.add_(call.g_sum))
+        with on_device(x.device):
+            rows = None if g_sum is None else _rows(g_sum)
+            into = (_rows(dx) if call.wants_x else None, dw if call.wants_weight else None)
+            normalize_rows_backward(_rows(g), rows, _rows(x), weight.contiguous(), call.rstd, call.offset, into=into)
+        return dx, dw
+    with undisturbed(x.device):
+        g, rstd = g.to(_wide(x)), call.rstd.view(*x.shape[:-1], 1)
+        normed = x.to(_wide(x)) * rstd
+        if call.wants_weight:
+            dw.copy_((g * normed).reshape(-1, x.shape[-1]).sum(0))
+        if call.wants_x:
+            g = g * (weight.to(g.dtype) + call.offset)
+            into_rows = normed.mul_((g * normed).mean(-1, keepdim=True)).sub_(g).mul_(-rstd)
+            dx.copy_(into_rows if g_sum is None else into_rows.add_(g_sum))
     return dx, dw
 
 
@@ -288,15 +280,10 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     return out, sum_
 
 
-_RMS_NORM = Operator(
-    "rms_norm", f"({schema_of(_Call)}) -> ({_FORWARD})", _normalized,
-    lambda *args: _outputs(_Call(*args)),
-)  # fmt: skip
-# The gradients of the rows and of the weight, empty if not needed.
+_RMS_NORM = Operator("rms_norm", f"({schema_of(_Call)}) -> (Tensor, Tensor, Tensor)", _normalized, _outputs)
 _RMS_NORM_BACKWARD = Operator(
-    "rms_norm_backward", f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)",
-    _gradients, lambda *args: _gradient_outputs(_BackwardCall(*args)),
-)  # fmt: skip
+    "rms_norm_backward", f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)", _gradients, _gradient_outputs
+)
 
 
 def _save(ctx: Any, *args: Any) -> Any:

@@ -3,7 +3,6 @@
 Legend: q [B, Hq, T, d], k [B, Hk, T, d]; cos and sin [B or 1, T, r], r the part of a head that is rotated.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -174,11 +173,15 @@ def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
             half = pairs.count(call.cos.shape[-1])
             read, written, entries = pairs.places(half, inverse=call.inverse)
             sin = -call.sin if pairs.backwards else call.sin
-            tables = [side for t in (call.cos, sin) for side in _sides(t.unsqueeze(1), half, *entries)]
+            (cos_1, cos_2), (sin_1, sin_2) = (_sides(t.unsqueeze(1), half, *entries) for t in (call.cos, sin))
+            if call.inverse:
+                sin_1, sin_2 = -sin_2, -sin_1
             rotated, rest = pairs.parts(2 * half, call.q.shape[-1])
             for x, out in ((call.q, q_out), (call.k, k_out)):
-                old, new = _sides(x[..., rotated], half, *read), _sides(out[..., rotated], half, *written)
-                _rotate_into(new, old, tables, inverse=call.inverse)
+                first, second = _sides(x[..., rotated], half, *read)
+                into_first, into_second = _sides(out[..., rotated], half, *written)
+                into_first.copy_(first * cos_1 - second * sin_1)
+                into_second.copy_(second * cos_2 + first * sin_2)
                 out[..., rest].copy_(x[..., rest])
         return q_out, k_out
     from lowtide.layers.kernels.rotary import rotate_heads
@@ -207,16 +210,6 @@ def _sides(x: Tensor, half: int, step: int, apart: int) -> tuple[Tensor, Tensor]
     """Return views of the first and of the second value of each pair."""
     end = step * (half - 1) + 1 if half else 0
     return x[..., :end:step], x[..., apart : apart + end : step]
-
-
-def _rotate_into(
-    out: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], tables: Sequence[Tensor], *, inverse: bool
-) -> None:
-    (cos_1, cos_2, sin_1, sin_2), (first, second) = tables, x
-    if inverse:
-        sin_1, sin_2 = -sin_2, -sin_1
-    out[0].copy_(first * cos_1 - second * sin_1)
-    out[1].copy_(second * cos_2 + first * sin_2)
 
 
 # Rotates queries and keys, or their gradients.

@@ -229,9 +229,7 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
 
 def _groups(policies: dict[str, ActivationPolicy]) -> list[list[str]]:
     """Return the names of the layers that save something for backward together: each alone, but for ``every``."""
-    runs = [
-        (policy.every, [name for name, _ in run]) for policy, run in groupby(policies.items(), key=lambda one: one[1])
-    ]
+    runs = [(policy.every, list(run)) for policy, run in groupby(policies, key=policies.__getitem__)]
     return [names[i : i + every] for every, names in runs for i in range(0, len(names), every)]
 
 

@@ -160,7 +160,7 @@ class Offloader:
         limit, layers, attention_layers = self._settings
         if self._pool is None:
             self._pool = HostPool(limit, side.pin, side.unpin)
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if nbytes > self._largest.get(slot, 0):
             largest = {**self._largest, slot: nbytes}
             total = sum(size * (attention_layers if at else layers) for at, size in largest.items())

@@ -8,6 +8,7 @@ checkpoints, and where a hook does not run the states stay on the GPU for longer
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -93,14 +94,14 @@ def offload_optimizer(
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
     check_count("backwards_per_step", backwards_per_step)
     check_flag("late", late)
-    _check_parameters(inner)
+    sides = _sides_of(inner)
     layers = list(find_stack(model).layers.values())
     former: OptimizerOffload | None = vars(inner).get(_HANDLE)
     if former is not None:
         former.remove()
     limit = math.inf if gib is None else budget_bytes("gib", gib, above_0=True, hint="None: all of them.")
     host = None if host_gib is None else budget_bytes("host_gib", host_gib, hint="None: whatever the host has free.")
-    return OptimizerOffload(inner, layers, limit, host, 0 if late else backwards_per_step)
+    return OptimizerOffload(inner, layers, sides, limit, host, 0 if late else backwards_per_step)
 
 
 class OptimizerOffload:
@@ -109,13 +110,20 @@ class OptimizerOffload:
     Args:
         optimizer: The optimizer.
         layers: The layers, in the order of forward.
+        sides: What copies the states of parameters on each device.
         limit: The most bytes that leave.
         host_limit: The most bytes of host memory, None: what is free.
         backwards: Backward passes per step, in the last of which states come back; 0: after all of them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, layers: Sequence[nn.Module], limit: float, host_limit: int | None, backwards: int
+        self,
+        optimizer: Optimizer,
+        layers: Sequence[nn.Module],
+        sides: dict[torch.device, copies.Side],
+        limit: float,
+        host_limit: int | None,
+        backwards: int,
     ) -> None:
         self.owner = weakref.ref(optimizer)
         self.lock = threading.RLock()  # backward's hooks run in its threads, one for each device
@@ -123,7 +131,7 @@ class OptimizerOffload:
         self._blocks: list[Block] = []
         self._signature: list[Any] = []
         self._count = 0  # of all that the optimizer has as states
-        self._sides: dict[torch.device, copies.Side | None] = {}
+        self._sides = sides
         self._pool: HostPool | None = None
         self._counts: Counter[int] = Counter()  # backward passes since the last step, by parameter
         self._in_closure = False
@@ -286,7 +294,7 @@ class OptimizerOffload:
             for key, value in optimizer.state.get(param, {}).items():
                 if not isinstance(value, Tensor) or _nbytes(value) <= blocks.MIN_BYTES:
                     continue
-                if value.device != param.device or self._side(value.device) is None:
+                if value.device != param.device or value.device not in self._sides:
                     continue
                 if type(value) is not Tensor or value.layout != torch.strided:
                     got = f"{key!r} as a {type(value).__name__} ({value.layout})"
@@ -306,28 +314,23 @@ class OptimizerOffload:
         groups = blocks.in_blocks(blocks.chosen(slots, self._limit))
         if not groups:
             return
-        sides = [side for group in groups if (side := self._side(group[0].device)) is not None]
-        pool = HostPool(self._host_limit, sides[0].pin, sides[0].unpin, _HOST_HINT)
+        side = self._sides[groups[0][0].device]
+        pool = HostPool(self._host_limit, side.pin, side.unpin, _HOST_HINT)
         pool.check(sum(map(blocks.flat_bytes, groups)), "the optimizer's states")
         self._blocks = [
-            Block(group, pool.take(i, blocks.flat_bytes(group)), side)
-            for i, (group, side) in enumerate(zip(groups, sides, strict=True))
+            Block(group, pool.take(i, blocks.flat_bytes(group)), self._sides[group[0].device])
+            for i, group in enumerate(groups)
         ]
         self._pool = pool
         _remove(self._gradient_hooks)
         if not self._backwards:
             return
         trained = [[p for p in layer.parameters() if p.requires_grad and p.is_leaf] for layer in self._layers]
-        trained = [parameters for parameters in trained if parameters]
+        trained = list(filter(None, trained))
         for i, parameters in enumerate(trained):
             for param in parameters:
                 hook = _Hook(self._accumulated, id(param), i, len(trained))
                 self._gradient_hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def _side(self, device: torch.device) -> copies.Side | None:
-        if device not in self._sides:
-            self._sides[device] = _side_for(device)
-        return self._sides[device]
 
 
 class _Hook:
@@ -375,21 +378,18 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # Tensor.nbytes raises for sparse ones
 
 
-def _side_for(device: torch.device) -> copies.Side | None:
-    try:
-        return copies.side_for(device)
-    except UnsupportedError:  # parameters on the CPU: their states stay there
-        return None
-
-
-def _check_parameters(optimizer: Optimizer) -> None:
-    """Raise unless there are parameters to offload the states of."""
+def _sides_of(optimizer: Optimizer) -> dict[torch.device, copies.Side]:
+    """Return what copies from each device; raise unless there are parameters to offload the states of."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(cls.__name__ == "DTensor" for p in parameters for cls in type(p).__mro__):
         hint = "FSDP2 offloads states by itself: fully_shard(..., offload_policy=CPUOffloadPolicy())."
         raise UnsupportedError(message("optimizer", "parameters that are whole on this GPU", "DTensors", hint))
-    devices = {p.device for p in parameters}
-    if not any(map(_side_for, devices)):
+    devices, sides = {p.device for p in parameters}, {}
+    for device in devices:
+        with contextlib.suppress(UnsupportedError):  # parameters on the CPU: their states stay there
+            sides[device] = copies.side_for(device)
+    if not sides:
         hint = "Move the model to the GPU first; on a CPU there is nothing to offload from."
         got = f"all on {' and '.join(map(str, devices))}" if devices else "no parameter"
         raise UnsupportedError(message("optimizer", "parameters on a CUDA device", got, hint))
+    return sides

@@ -126,18 +126,15 @@ class SwigluCall(NamedTuple):
         """Return gate and up [N, F]."""
         gate, up, _ = self._projections()
         x_ND, dtype = _rows(self.input), self.saved_dtype
-        tiles = self._tiles()
-        if len(tiles) == 1:
-            x = _operand(x_ND, self.dtype)
-            return [gate.output(x, None, 0).to(dtype), up.output(x, None, 0).to(dtype)]
         made = [x_ND.new_empty(self.projections_shape, dtype=dtype) for _ in range(2)]
-        for tile in tiles:
-            x = _operand(x_ND[tile], self.dtype)
+        for tile in self._tiles():
+            x = _operand(_part(x_ND, tile), self.dtype)
             for projection, out_NF in zip((gate, up), made, strict=True):
+                out = _part(out_NF, tile)
                 if dtype == self.dtype:
-                    projection.output(x, out_NF[tile], tile.start)
+                    projection.output(x, out, tile.start)
                 else:
-                    out_NF[tile] = projection.output(x, None, tile.start)
+                    out.copy_(projection.output(x, None, tile.start))
         return made
 
     def output(self, held: Sequence[Tensor]) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.mlp.expert_rows import Form, Inner, Pairs, combined, gated_rows, gated_rows_backward
-from lowtide.mlp.groups import Groups, inverse_of, sorted_by_expert
+from lowtide.mlp.expert_rows import combined, gated_rows, gated_rows_backward
+from lowtide.mlp.groups import Form, Groups, Inner, Pairs, inverse_of, sorted_by_expert
 from lowtide.mlp.operators import Operators
 from lowtide.mlp.products import multiply
 from lowtide.mlp.swiglu import check_level

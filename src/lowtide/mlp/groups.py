@@ -3,11 +3,46 @@
 T tokens, K experts per token, S = T K rows, E experts.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 _ALIGNED = 16  # bytes, of each stride of an operand of PyTorch's grouped GEMM
 _NARROW = 8  # columns: a sum over the rows of a group is a GEMM with so many columns
+
+
+class Form(NamedTuple):
+    """What an expert computes between its GEMMs: ``h = act(g) (u + shift)``.
+
+    g is gate, at most ``limit``, and u is up, from ``-limit`` to ``limit``. act is ``g sigmoid(alpha g)`` for
+    ``"silu"``, and ``"gelu_tanh"`` has no alpha.
+    """
+
+    activation: str
+    limit: float = math.inf
+    alpha: float = 1.0
+    shift: float = 0.0
+    joined: str = "gate first"  # where gate and up are among the 2F columns: a key of `lowtide.mlp.call.JOINED`
+
+
+class Inner(NamedTuple):
+    """Gate and up of all rows, without their bias."""
+
+    gate_up: Tensor  # [S, 2F]
+    bias: Tensor | None  # [E, 2F]
+    expert: Tensor  # [S], int32: the expert of each row, E for rows of none
+    experts: int  # E
+    form: Form
+
+
+class Pairs(NamedTuple):
+    """The pairs of each token and one of its experts."""
+
+    inverse: Tensor  # [T, K], int32: the row of each
+    ids: Tensor  # [T, K], int64: its expert, E for those that add nothing
+    experts: int  # E
 
 
 def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:

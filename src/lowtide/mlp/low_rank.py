@@ -31,7 +31,7 @@ class LowRank:
 
     def add_output(self, x: Tensor, out: Tensor, start: int) -> None:
         """Add the adapter's output for the rows ``x`` [C, in], the first of which is row ``start`` of all."""
-        for part in self._pieces(x, out):
+        for part in self._pieces(x):
             inner = self._dropped(x[part], start + part.start) @ self.a.T
             self._add(inner, self.b.T, out[part])
 
@@ -42,7 +42,7 @@ class LowRank:
         gradient of x, to be added to; None: another call adds to it, or it is not needed.
         """
         of_a, of_b = (self._of_a, self._of_b) if x is not None else (None, None)
-        for part in self._pieces(grad, grad):
+        for part in self._pieces(grad):
             dy = grad[part].to(self.a.dtype)
             first = start + part.start
             d_inner = dy @ self.b if of_a is not None or dx is not None else None
@@ -78,11 +78,10 @@ class LowRank:
         generator = torch.Generator(like.device).manual_seed(self.seed + 3 * first)
         return kept.bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
 
-    def _pieces(self, *sides: Tensor) -> Iterator[slice]:
+    def _pieces(self, side: Tensor) -> Iterator[slice]:
         """Yield the rows of each piece: the same in every pass, since a piece's first row seeds its dropout."""
-        rows = len(sides[0])
-        step = rows
-        if self.dropout or any(side.dtype != self.a.dtype for side in sides):
+        step = rows = len(side)
+        if self.dropout or side.dtype != self.a.dtype:
             step = PIECE // max(self.a.shape[1], self.b.shape[0], 1)
         step = max(1, min(step, rows))
         for first in range(0, max(1, rows), step):  # one empty piece if there are no rows

@@ -38,8 +38,10 @@ class Operators:
             of_call = (lambda *args, f=f: f(kind(*args[:fields]), *args[fields:]) for f in functions)
             return Operator(f"{name}{suffix}", f"({schema_of(kind)}{more}) -> {result}", *of_call)
 
-        self._project = operator("_projections", "", "Tensor[]", _projected, self._like_projections, kind.project_flop)
-        self._output = operator("", ", Tensor[] held", "Tensor", _forward, _like_output, kind.output_flop)
+        self._project = operator(
+            "_projections", "", "Tensor[]", _alone(kind.project), self._like_projections, kind.project_flop
+        )
+        self._output = operator("", ", Tensor[] held", "Tensor", _alone(kind.output), _like_output, kind.output_flop)
         self._gradients = operator(
             "_backward", ", bool[] wanted, Tensor upstream, Tensor[] held", "Tensor[]",
             _backward, _like_gradients, kind.gradients_flop,
@@ -110,14 +112,14 @@ class Operators:
         return [call.input.new_empty(call.projections_shape, dtype=call.saved_dtype) for _ in range(self._count)]
 
 
-def _projected(call: Any) -> Any:
-    with undisturbed(call.input.device):
-        return call.project()
+def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a call as one that autocast does not see."""
 
+    def run(call: Any, *args: Any) -> Any:
+        with undisturbed(call.input.device):
+            return compute(call, *args)
 
-def _forward(call: Any, held: Sequence[Tensor]) -> Any:
-    with undisturbed(call.input.device):
-        return call.output(held)
+    return run
 
 
 def _gradients(

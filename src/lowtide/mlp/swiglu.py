@@ -185,56 +185,37 @@ def check_tile(tile_tokens: object) -> int | None:
     return value
 
 
-def _check_shapes(
-    input: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> None:
-    gate_shape = gate_weight.shape
-    if len(gate_shape) != 2:
-        raise ArgumentValueError(message("gate_weight", "shape [F, D]", str(list(gate_shape))))
-    F, D = gate_shape
+def _check_shapes(input: Tensor, gate_weight: Tensor, *others: Tensor | None) -> None:
+    if gate_weight.dim() != 2:
+        raise ArgumentValueError(message("gate_weight", "shape [F, D]", str(list(gate_weight.shape))))
+    F, D = gate_weight.shape
     if input.dim() == 0 or input.shape[-1] != D:
         expected = f"shape [..., {D}], as gate_weight is [{F}, {D}]"
         raise ArgumentValueError(message("input", expected, str(list(input.shape))))
-    others = (up_weight, down_weight, gate_bias, up_bias, down_bias)
-    for i, shape in enumerate(((F, D), (D, F), (F,), (F,), (D,))):
-        tensor = others[i]
+    for name, tensor, shape in zip(_NAMES[2:], others, ((F, D), (D, F), (F,), (F,), (D,)), strict=True):
         if tensor is not None and tensor.shape != shape:
             expected = f"shape {list(shape)}, as gate_weight is [{F}, {D}]"
-            raise ArgumentValueError(message(_NAMES[2 + i], expected, str(list(tensor.shape))))
+            raise ArgumentValueError(message(name, expected, str(list(tensor.shape))))
 
 
-def why_not_plain(projection: object) -> str | None:
-    """Return why a module's output is not ``x W^T + b`` of its own ``weight`` and ``bias``, or None if it is.
+def check_plain(**projections: object) -> None:
+    """Check that the output of each projection, given by name, is ``x W^T + b`` of its own ``weight`` and ``bias``.
 
     A parametrised weight is plain: reading it computes it. Not plain are a LoRA layer, a quantised one, a subclass's or
     an instance's own forward, and hooks, which would not run.
-    """
-    if not isinstance(projection, nn.Linear):
-        return f"it is a {type(projection).__name__}"
-    if type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__:
-        return f"it is a {type(projection).__name__} with a forward of its own"
-    if any(map(len, hooks_of(projection))):
-        return "it has hooks, which would not run"
-    return None
-
-
-def check_plain(**projections: object) -> list[nn.Linear]:
-    """Return the projections, given by name, each of them a plain `torch.nn.Linear`.
 
     Raises:
-        UnsupportedError: One is not.
+        UnsupportedError: One is not plain.
     """
-    found = []
     for name, projection in projections.items():
-        reason = why_not_plain(projection)
-        if reason or not isinstance(projection, nn.Linear):
+        kind: Any = type(projection)
+        reason = ""
+        if not isinstance(projection, nn.Linear):
+            reason = f"it is a {kind.__name__}"
+        elif kind.forward is not nn.Linear.forward or "forward" in projection.__dict__:
+            reason = f"it is a {kind.__name__} with a forward of its own"
+        elif any(map(len, hooks_of(projection))):
+            reason = "it has hooks, which would not run"
+        if reason:
             hint = "Adapters and wrappers go around the projections of an MLP that calls them one by one."
-            raise UnsupportedError(message(name, "a plain torch.nn.Linear", f"{reason}", hint))
-        found.append(projection)
-    return found
+            raise UnsupportedError(message(name, "a plain torch.nn.Linear", reason, hint))

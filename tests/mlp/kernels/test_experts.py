@@ -10,8 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.mlp import expert_rows
-from lowtide.mlp.expert_rows import Form, Inner, Pairs
-from lowtide.mlp.groups import inverse_of, sorted_by_expert
+from lowtide.mlp.groups import Form, Inner, Pairs, inverse_of, sorted_by_expert
 from lowtide.mlp.kernels import experts as kernels
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
 from support import assert_near, every_pair

@@ -11,7 +11,7 @@ from torch import Tensor, float64
 
 from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
 from lowtide.mlp.call import JOINED
-from lowtide.mlp.expert_rows import Inner, Pairs
+from lowtide.mlp.groups import Inner, Pairs
 from lowtide.mlp.kernels.gated import sigmoid
 
 BLOCK = 1024  # columns
