@@ -30,7 +30,6 @@ from distributed.models import (
     FAMILIES,
     GATHERED,
     batch_of,
-    counted,
     fair,
     fused,
     in_sequence,
@@ -44,7 +43,6 @@ from distributed.models import (
     whole,
 )
 from lowtide.errors import UnsupportedError
-from lowtide.models import parallel_mlp
 from lowtide.models.lazy_logits import LazyLogits
 
 BFLOAT16 = 2e-2  # how near under autocast
@@ -205,7 +203,6 @@ def plan_of_transformers() -> None:
             dist.barrier()
         report = lowtide.patch(ours)
         assert report.parts["loss"].patched, str(report)
-        assert report.parts["mlp"].patched, str(report)
         fair(ours, stock, model_of(**settings).double(), batch, ("transformers", tied))
         fused(report, 1)
         prompt = {"input_ids": batch["input_ids"][:1, :4], "max_new_tokens": 3, "do_sample": False}
@@ -232,52 +229,19 @@ def what_is_left_alone() -> None:
         assert why in str(report.why_materialised), report
 
 
-def mlps_in_parts() -> None:
-    """Each rank's part of an MLP is fused: biases, both levels, tiles, autocast; cut otherwise it runs stock code."""
-    for i, (bias, first) in enumerate(((True, True), (False, False))):
-        settings = {"mlp_bias": bias, "num_hidden_layers": 1}
-        ours, stock, true, report = trio(functools.partial(parallel, layers=True), first=first, **settings)
-        mlp = ours.model.layers[0].mlp
-        mlp.checkpoint_level, mlp.tile_tokens = i % 2, (5, None)[i]
-        with counted(parallel_mlp, "swiglu_mlp") as count:
-            fair(ours, stock, true, batch_of(), (bias, first))
-            with torch.autocast(DEVICE, torch.bfloat16):
-                fair(ours, stock, true, batch_of(), (bias, first, "autocast"), close=BFLOAT16)
-        assert count == [2]
-        with torch.no_grad():  # as the stock code on a CPU, to the bit
-            assert torch.equal(ours(**batch_of()).logits + 0, stock(**batch_of()).logits) or DEVICE != "cpu"
-    lowtide.unpatch(ours)
-    assert "checkpoint_level" not in vars(ours.model.layers[0].mlp)
-
-    def whole_outputs(model: Any) -> None:
-        gathered = ColwiseParallel(output_layouts=Replicate())
-        plan = {"model.layers.*.mlp.gate_proj": gathered, "model.layers.*.mlp.up_proj": gathered}
-        parallel(parallelize_module(model, ranks_mesh(), plan))
-
-    *models, report = trio(whole_outputs)
-    assert "in another way" in str(report), str(report)
-    assert not report.parts["mlp"].patched
-    assert report.parts["norm"].patched
-    fair(*models, batch_of(), "cut otherwise")
-
-
 def looked_at_on_one_rank() -> None:
     """A hook that the first rank alone has: all run the stock code, and none waits."""
     first = dist.get_rank() == 0
-    for what in ("head", "projection"):
-        ours, stock, true, report = trio(functools.partial(parallel, layers=True), num_hidden_layers=2)
-        seen: list[Any] = []
-        if first:
-            watched = ours.lm_head if what == "head" else ours.model.layers[0].mlp.up_proj
-            watched.register_forward_hook(lambda _m, _x, y, seen=seen: seen.append(y))
-        with counted(parallel_mlp, "swiglu_mlp") as count:
-            fair(ours, stock, true, batch_of(), what)
-        assert count == [{"head": 2, "projection": 1}[what]]
-        assert bool(seen) == first
-        assert report.calls_fused == (1 if what == "projection" else 0)
-        if not first and what == "head":
-            (why,) = report.why_materialised
-            assert why == "on ranks [0] of its group something looks at the calls of this module"
+    ours, stock, true, report = trio(functools.partial(parallel, layers=True), num_hidden_layers=2)
+    seen: list[Any] = []
+    if first:
+        ours.lm_head.register_forward_hook(lambda _m, _x, y: seen.append(y))
+    fair(ours, stock, true, batch_of(), "head")
+    assert bool(seen) == first
+    fused(report, 0, 1)
+    if not first:
+        (why,) = report.why_materialised
+        assert why == "on ranks [0] of its group something looks at the calls of this module"
     # later, when the ranks have agreed to fuse: an error where it is
     ours = parallel(model_of())
     report = lowtide.patch(ours)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from models.conftest import fused
+from lowtide.errors import ArgumentTypeError, ArgumentValueError
+from models.conftest import fused, make
 from promises import promise
 
 pytestmark = promise("patched", "reported")
@@ -28,9 +29,18 @@ class Holder(nn.Module):
         return None
 
 
-def patched(part, module):
-    """Patch the module and return the line of the report."""
-    return lowtide.patch(Holder(module)).parts[part]
+def patched(part, module, **settings):
+    """Patch the module, whose class is named, and return the line of the report."""
+    return lowtide.patch(Holder(module), **{"fuse": (type(module),), **settings}).parts[part]
+
+
+def refused(module):
+    """Return why a module whose class is named is not fused; it is left as it was."""
+    kind = type(module)
+    with pytest.raises(ArgumentValueError, match=f"fuse: expected {kind.__name__} to be an MLP") as error:
+        lowtide.patch(Holder(module), fuse=(kind,))
+    assert type(module) is kind
+    return str(error.value)
 
 
 class Norm(nn.Module):
@@ -66,7 +76,7 @@ def epsilon_as_least(norm, x):
 def test_where_the_epsilon_stands_shows_however_small_it_is(eps):
     assert patched("norm", Norm(plain, eps)).patched
     for forward in (epsilon_outside, epsilon_as_least):
-        assert not patched("norm", Norm(forward, eps)).patched
+        refused(Norm(forward, eps))
 
 
 @promise("dtypes")
@@ -94,8 +104,7 @@ def test_a_norm_runs_its_own_code_for_dtypes_that_no_probe_saw():
     ],
 )
 def test_what_is_no_norm_by_its_numbers_stays(forward):
-    line = patched("norm", Norm(forward))
-    assert line.outcome == "left as it is: it is not an RMS norm whose arithmetic is float32"
+    assert "left as it is: it is not an RMS norm whose arithmetic is float32" in refused(Norm(forward))
 
 
 def test_a_norm_that_learns_more_or_takes_more_stays():
@@ -105,10 +114,10 @@ def test_a_norm_that_learns_more_or_takes_more_stays():
 
     biased = Norm(plain)
     biased.bias = nn.Parameter(torch.zeros(12))
-    assert "more than one input" in patched("norm", Gated(plain)).outcome
-    assert "not a finite number" in patched("norm", Norm(plain, eps=None)).outcome
+    assert "takes other inputs than 1" in refused(Gated(plain))
+    assert "not a finite number" in refused(Norm(plain, eps=None))
     for other in (biased, nn.BatchNorm1d(12)):
-        assert "no module of that form" in patched("norm", other).outcome
+        assert "no module of that form" in patched("norm", other, fuse=()).outcome
 
 
 def attention(turn):
@@ -165,7 +174,7 @@ def turn_by_complex(q, k, table):
     ],
 )  # fmt: skip
 def test_what_is_no_rotation_by_its_numbers_stays(turn):
-    assert "rotates other pairs" in patched("rope", attention(turn)).outcome
+    assert "rotates other pairs" in refused(attention(turn))
 
 
 def as_tuple(result):
@@ -271,6 +280,80 @@ def joined_mlp(build, forward):
     return mlp, copy.deepcopy(mlp)
 
 
+# Code whose values are a norm's, an MLP's, a rotation's; gradients and attributes are not.
+def detached_statistic(norm, x):
+    wide = x.float()
+    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).detach()
+    return norm.weight * (wide * root).to(x.dtype)
+
+
+def detached_activation(self, x):
+    gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    return self.down_proj(up * self.activation_fn(gate).detach())
+
+
+def recorded(self, x):
+    self.aux = x.abs().mean()
+    return split(self, x)
+
+
+def rotated_detached(q, k, cos, sin):
+    return stock_turn(q, k.detach(), cos, sin)
+
+
+def of_detached_weights(experts):
+    kind = type(experts)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return kind.forward(self, hidden_states, top_k_index, top_k_weights.detach())
+
+    experts.__class__ = type("Own", (kind,), {"forward": forward})
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("make_one", "why"),
+    [
+        (lambda: Norm(detached_statistic), "not an RMS norm"),
+        (lambda: joined_mlp(make, detached_activation)[0], "it is not down"),
+        (lambda: joined_mlp(make, recorded)[0], "changes attributes"),
+        (lambda: attention(rotated_detached), "rotates other pairs"),
+        (lambda: of_detached_weights(make("qwen3-moe").model.layers[0].mlp.experts), "its experts are not"),
+    ],
+)
+def test_other_gradients_and_records_run_their_own_code(make_one, why):
+    for module in (make_one(), make_one()):
+        assert why in refused(module)
+        model = Holder(module)
+        rows = lowtide.patch(model).parts.values()
+        assert not any(row.patched for row in rows)
+        assert any(
+            "not transformers' own code; name it to fuse it: lowtide.patch(model, fuse=(" in str(row) for row in rows
+        )
+
+
+def test_code_that_is_not_transformers_own_is_fused_where_it_is_named(build):
+    """A class, one whose forward a subclass inherits, and a function or an activation set in transformers' own."""
+    model = build("llama")
+    mlp, norm = model.model.layers[0].mlp, Norm(plain)
+    mlp.act_fn = type("Own", (nn.Module,), {"forward": lambda self, x: F.silu(x)})()
+    model.model.norm.__class__ = type("Inherits", (type(model.model.norm),), {})
+    report = lowtide.patch(model)
+    assert {row.module: row.patched for row in (report.parts["mlp"], *report.parts["mlp"].more)} == {
+        "model.layers.1.mlp": True, "model.layers.0.mlp": False,
+    }  # fmt: skip
+    assert "a child's forward is not transformers' own code" in str(report)
+    assert sum(row.count for row in (report.parts["norm"], *report.parts["norm"].more)) == 5
+    assert report.parts["norm"].patched
+    assert not any("left" in row.outcome for row in report.parts["norm"].more)
+    lowtide.patch(model, fuse=(type(build("llama").model.layers[0].mlp),))
+    assert fused(mlp(torch.randn(3, 16))) == {"mlp": 1}
+    with pytest.raises(ArgumentValueError, match=r"fuse: expected Norm to be .*, got none in mlp, norm, rope"):
+        lowtide.patch(model, fuse=(type(norm),))
+    with pytest.raises(ArgumentTypeError, match="fuse: expected a tuple of classes of modules, got"):
+        lowtide.patch(model, fuse=type(norm))
+
+
 @pytest.mark.parametrize("joined", JOINED)
 @pytest.mark.parametrize("level", [0, 1])
 def test_the_probe_finds_where_gate_and_up_are(joined, level, build):
@@ -289,9 +372,8 @@ def test_the_probe_finds_where_gate_and_up_are(joined, level, build):
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_looks_like_a_joined_mlp_runs_its_own_code(name, build):
     mlp, stock = joined_mlp(build, OTHERS[name])
-    outcome = patched("mlp", mlp).outcome
-    own = name == "its own sizes"
-    assert ("does not run on its projections alone" if own else "it is not down(act(gate(x)) * up(x))") in outcome
+    why = "does not run on its projections alone" if name == "its own sizes" else "it is not down(act(gate(x)) * up(x))"
+    assert why in refused(mlp)
     outputs = []
     for m in (mlp, stock):
         torch.manual_seed(3)

@@ -2,27 +2,24 @@
 
 A LoRA layer is a module with children base_layer, lora_A and lora_B; with x its input it computes
 ``base_layer(x) + sum of scaling * lora_B(lora_A(lora_dropout(x)))`` over the active adapters. A layer of peft's
-modules_to_save is one with children original_module and modules_to_save, and calls one of these. A probe checks once
-for each class that it does so.
+modules_to_save is one with children original_module and modules_to_save, and calls one of these. Both are known where
+their class and its forward are peft's own.
 """
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.packed import Weight
 from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.four_bit import is_four_bit, packed_weight, rounds_input, why_not_packed
-from lowtide.models.instance import BASE, children_of, parameters_of
-from lowtide.models.probe import agree, linear, outcome, random, twin_of
+from lowtide.models.instance import BASE, children_of, is_code_of, parameters_of
 
-_IN, _OUT = 6, 5  # of the twins
-_TOLERANCE = 1e-5
+_LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
+_SAVED = ("peft.utils.other",)
 
 
 class LowRankAdapter(NamedTuple):
@@ -89,9 +86,8 @@ def saved_module(module: nn.Module) -> nn.Module | str:
     """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
     if not _is_saved(module):
         return module
-    why_not = _why_not_class(module, _SAVED, _why_not_saved)
-    if why_not is not None:
-        return why_not
+    if not _is_own(module, _SAVED):
+        return f"is a {type(module).__name__}, not a layer of modules_to_save of peft's"
     if has_hooks(module) or "forward" in vars(module):
         return "is a layer of modules_to_save with hooks or a forward of its own"
     layer: Any = module
@@ -102,6 +98,14 @@ def saved_module(module: nn.Module) -> nn.Module | str:
 
 def _is_saved(module: nn.Module) -> bool:
     return "original_module" in children_of(module) and "modules_to_save" in children_of(module)
+
+
+def _is_own(module: nn.Module, files: tuple[str, ...]) -> bool:
+    """Whether the class of a module and its forward are from one of these files."""
+    kind: Any = plain_class(module)
+    kind = vars(kind).get(BASE, kind)
+    # What compilers cannot trace was so when `lowtide.patch` looked.
+    return kind.__module__ in files and (torch.compiler.is_compiling() or is_code_of(kind.forward, *files))
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -126,9 +130,8 @@ def _why_not_base(base: nn.Module, what: str, four_bit: bool) -> str | None:
 
 def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
     """Return the adapters that a LoRA layer would add now, or why it would do something else."""
-    why_not = _why_not_class(lora, _LORA, _why_not_lora)
-    if why_not is not None:
-        return why_not
+    if not _is_own(lora, _LORA):
+        return f"is a {type(lora).__name__}, not the LoRA layer of a plain torch.nn.Linear"
     children = children_of(lora)  # `lora.base_layer` would be slow: modules are found by __getattr__
     base = children["base_layer"]
     why_not = _why_not_base(base, "is LoRA on a {}, not on a plain torch.nn.Linear", four_bit)
@@ -156,86 +159,6 @@ def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
         if any(adapter.a.weight.dtype != dtype for adapter in found):
             return "does not cast its input to its adapters' dtype"
     return tuple(found)
-
-
-# For each class and its forward: why a layer of it does something else, or None.
-_Known = dict[tuple[type, Any], str | None]
-_LORA: _Known = {}
-_SAVED: _Known = {}
-
-
-def _why_not_class(module: nn.Module, known: _Known, probe: Callable[[nn.Module, Any], str | None]) -> str | None:
-    kind: Any = plain_class(module)
-    kind = vars(kind).get(BASE, kind)
-    key = (kind, kind.forward)  # a library may have put another forward into the class
-    if key not in known:
-        if torch.compiler.is_compiling():
-            return "was not there when lowtide.patch looked"
-        known[key] = probe(module, kind)
-    return known[key]
-
-
-def _why_not_lora(lora: nn.Module, kind: Any) -> str | None:
-    """Return why a LoRA layer of this class is not what `adapted_linear` takes it for."""
-    what = f"is a {kind.__name__}, not the LoRA layer of a plain torch.nn.Linear"
-    base = linear(_OUT, _IN, 0, bias=True)
-    lows = {"p": (linear(3, _IN, 1), linear(_OUT, 3, 2, bias=True)), "q": (linear(2, _IN, 3), linear(_OUT, 2, 4))}
-    scales = {"p": 0.75, "q": 3.0}
-    x = random(2, 4, _IN, seed=5)
-
-    def adds(names: Sequence[str], active: Any = ("p",), dtype: Any = None, rate: float = 0.0, **state: Any) -> bool:
-        """Whether the layer's code, with these adapters ``active``, adds those of these ``names``."""
-        dtype = dtype or torch.float32
-        drop: nn.Module = nn.Dropout(rate) if rate else nn.Identity()
-        layer, z = copy.deepcopy(base).to(dtype), x.to(dtype)
-        modules = {
-            "base_layer": layer,
-            "lora_A": nn.ModuleDict({name: a for name, (a, _) in lows.items()}),
-            "lora_B": nn.ModuleDict({name: b for name, (_, b) in lows.items()}),
-            "lora_dropout": nn.ModuleDict(dict.fromkeys(lows, drop)),
-        }
-        others = {name: copy.deepcopy(child) for name, child in lora.named_children() if name not in modules}
-        twin: Any = twin_of(lora, kind, modules=others | modules, parameters={})
-        vars(twin).update(scaling=dict(scales), lora_variant={}, _active_adapter=list(active))
-        vars(twin).update({"merged_adapters": [], "_disable_adapters": False} | state)
-
-        def formula() -> Tensor:
-            y: Tensor = layer(z)
-            for name in names:
-                a, b = lows[name]
-                y = y + scales[name] * b(a(F.dropout(z.float(), rate)))
-            return y.to(dtype)
-
-        got, expected = _with_seed(lambda: kind.forward(twin, z)), _with_seed(formula)
-        return agree(got, expected, _TOLERANCE if dtype == torch.float32 else 2**-7)
-
-    right = adds(["p"]) and adds(["q", "p"], active=["q", "p", "absent"]) and adds([], active=[])
-    right = right and adds(["p"], rate=0.5) and adds([], _disable_adapters=True) and adds([], merged_adapters=["p"])
-    return None if right and adds(["p"], dtype=torch.bfloat16) else what
-
-
-def _why_not_saved(layer: nn.Module, kind: Any) -> str | None:
-    """Return why a layer of modules_to_save of this class is not what `saved_module` takes it for."""
-    first, second, third = (linear(_OUT, _IN, seed) for seed in range(3))
-    x = random(2, 4, _IN, seed=5)
-
-    def calls(chosen: nn.Linear, **state: Any) -> bool:
-        modules = {"original_module": first, "modules_to_save": nn.ModuleDict({"p": second, "q": third})}
-        twin: Any = twin_of(layer, kind, modules=modules, parameters={})
-        vars(twin).update({"_disable_adapters": False, "_adapters": {"p", "q"}, "_active_adapter": ["p"]} | state)
-        return agree(outcome(lambda: kind.forward(twin, x)), outcome(lambda: chosen(x)), _TOLERANCE)
-
-    right = calls(second) and calls(third, _active_adapter="q") and calls(first, _disable_adapters=True)
-    right = right and calls(first, _active_adapter=[]) and calls(first, _active_adapter=["absent"])
-    return None if right else f"is a {kind.__name__}, not a layer of modules_to_save as peft 0.21 has it"
-
-
-def _with_seed(function: Callable[[], Any]) -> Any:
-    def seeded() -> Any:
-        torch.default_generator.manual_seed(0)  # the CPU's alone, which `outcome` restores
-        return function()
-
-    return outcome(seeded)
 
 
 def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:

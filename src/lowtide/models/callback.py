@@ -11,6 +11,7 @@ from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models.budget import Budget
+from lowtide.models.parts import check_fuse
 from lowtide.models.patch import patch, unpatch
 from lowtide.models.report import PatchReport
 from lowtide.plan import MemoryPlan
@@ -36,6 +37,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         mlp: The same.
         norm: The same.
         rope: The same.
+        fuse: The same.
         trl: Whether to call `lowtide.patch_trl` too. None: where the trainer's settings are TRL's, and TRL is of a
             version that lowtide supports; else the reason is shown.
         options: How the losses are to run, for both.
@@ -69,6 +71,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         mlp: bool = True,
         norm: bool = True,
         rope: bool = True,
+        fuse: tuple[type[nn.Module], ...] = (),
         trl: bool | None = None,
         options: HeadOptions | None = None,
         unpatch: bool = False,
@@ -84,11 +87,12 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
             raise ArgumentTypeError(message("trl", "True, False or None", f"{trl!r}"))
         if show is not None and not callable(show):
             raise ArgumentTypeError(message("show", "a function of a text, or None", f"{show!r}"))
+        check_fuse(fuse)
         check_options(options)
         if memory_budget is None and host_budget is not None:
             raise ArgumentValueError(message("host_budget", "a memory_budget beside it", repr(host_budget)))
         self._budget = None if memory_budget is None else Budget(memory_budget, host_budget, length)
-        self._trl, self._options, self._unpatch, self._show = trl, options, unpatch, show
+        self._fuse, self._trl, self._options, self._unpatch, self._show = fuse, trl, options, unpatch, show
         self._undone = False
         self._model: weakref.ref[nn.Module] | None = None
         self.report: PatchReport | None = None
@@ -169,7 +173,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         return {**vars(self), "_model": None}  # a copy is another trainer's, which patches its own
 
     def _patch(self, model: nn.Module) -> str:
-        self.report = patch(model, **self._parts, options=self._options)
+        self.report = patch(model, **self._parts, fuse=self._fuse, options=self._options)
         self._model = weakref.ref(model)
         return str(self.report)
 

@@ -5,7 +5,7 @@ Pure functions. Those named ``why_not_`` return the reason against it, or None.
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -160,10 +160,9 @@ def is_function_mode_active() -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook of the module's own reads its calls. Those of ZeRO-3 only gather weights."""
-    if not any(hooks_of(module)):
-        return False
-    return not all(defining_module(hook).startswith(HOOKS) for hook in own_hooks(module))
+    """Whether a hook of the module's own, forward or backward, reads its calls. Those of ZeRO-3 only gather weights."""
+    own = hooks_of(module)
+    return any(own) and not all(defining_module(hook).startswith(HOOKS) for hooks in own for hook in hooks.values())
 
 
 def plain_class(module: nn.Module) -> type:
@@ -172,11 +171,6 @@ def plain_class(module: nn.Module) -> type:
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         return type(module).__bases__[-1]
     return type(module)
-
-
-def own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks on a module's own calls, forward and backward."""
-    return [hook for hooks in hooks_of(module) for hook in hooks.values()]
 
 
 FEW = 2**23  # values: 2048 tokens of 4096

@@ -1,29 +1,22 @@
 """bitsandbytes' `Linear4bit` (NF4, FP4) as fused parts run it: its packed weight, dequantised for each use.
 
 With x its input and W its dequantised weight such a layer computes ``x W^T + b`` in its ``compute_dtype`` and returns
-it in the dtype of x. A probe checks once for each class that it does so.
+it in the dtype of x.
 """
 
-import functools
 import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.mlp.packed import Packed
 from lowtide.models.eligibility import plain_class
-from lowtide.models.instance import BASE
-from lowtide.models.probe import agree, outcome, random
+from lowtide.models.instance import BASE, is_code_of
 
-_IN, _OUT = 64, 6  # of the twin: 64 values share a scale
-_TOLERANCE = 1e-5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that bitsandbytes dequantises to
 # Layers whose output is not a product with their dequantised weight, by the name of their class.
 _ROUNDS_INPUT = ("Linear8bitLt", "FP8Linear")
-# For each class and its forward: why a layer of it does something else, or None.
-_known: dict[tuple[type, Any], str | None] = {}
 
 
 def is_four_bit(module: nn.Module) -> bool:
@@ -40,16 +33,8 @@ def _class_of(module: nn.Module) -> Any:
 
 def why_not_packed(linear: Any) -> str | None:
     """Return why fused parts cannot read this `Linear4bit`'s weight now, or None."""
-    kind = _class_of(linear)
-    key = (kind, kind.forward)
-    if key not in _known:
-        if torch.compiler.is_compiling():
-            return "was not there when lowtide.patch looked"
-        _known[key] = _why_not_kind(kind)
-    return _known[key] or _why_not_weight(linear)
-
-
-def _why_not_weight(linear: Any) -> str | None:
+    if not torch.compiler.is_compiling() and not is_code_of(_class_of(linear).forward, "bitsandbytes."):
+        return "is a Linear4bit whose forward was replaced"
     weight, state = linear.weight, _state_of(linear)
     if state is None:
         return "is a Linear4bit whose weight is not quantised yet: move the model to its device, then patch again"
@@ -97,24 +82,3 @@ def kind_of(linear: Any) -> str:
 def rounds_input(module: nn.Module) -> bool:
     """Whether the module is a layer in 8 bits that rounds its input as well as its weight."""
     return type(module).__name__ in _ROUNDS_INPUT
-
-
-def _why_not_kind(kind: Any) -> str | None:
-    """Return why a layer of this class is not ``x W^T + b`` of its dequantised weight, on a small one on the CPU."""
-    bnb: Any = sys.modules["bitsandbytes"]
-
-    def both(nested: bool) -> Any:
-        settings = {"compress_statistics": nested}
-        layer = kind(_IN, _OUT, compute_dtype=torch.float32, device="meta", **settings)
-        settings["quant_type"] = layer.weight.quant_type
-        layer.weight = bnb.nn.Params4bit(random(_OUT, _IN, seed=0), module=layer, **settings).to("cpu")
-        layer.bias = nn.Parameter(random(_OUT, seed=1))
-        x = random(3, _IN, seed=2)
-        with torch.enable_grad():  # in training: for evaluation some CPUs have the weight in another order
-            got = layer.train()(x.requires_grad_()).detach()
-        return got, F.linear(x.detach(), packed_weight(layer, torch.float32).dense(), layer.bias.detach())
-
-    for pair in (outcome(functools.partial(both, nested)) for nested in (False, True)):
-        if not isinstance(pair, tuple) or not agree(pair[0], pair[1], _TOLERANCE):
-            return f"is a {kind.__name__} that is not a product with its dequantised weight"
-    return None

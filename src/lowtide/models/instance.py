@@ -1,5 +1,6 @@
 """What `lowtide.patch` does to a module: a class of its own, marked with the part of the model that it is for."""
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -42,18 +43,51 @@ def with_forward(base: Any, forward: Callable[..., Any], **others: Any) -> dict[
     return {"forward": forward, **others}
 
 
-def why_not_forward(module: nn.Module, base: Any, inputs: int | None = None) -> str | None:
-    """Return why the forward of ``module`` is not its class's, or does not take ``inputs`` arguments."""
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    if inputs is not None and len(inspect.signature(base.forward).parameters) != 1 + inputs:
-        return "its forward takes more than one input"
-    return None
+class StockForward:
+    """The forward of a stock class as it was when a module of that class was patched last.
+
+    Code that is replaced later is compared no further than this: `lowtide.patch` again looks at it again.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        self.forward: Any = None
+        self.record()
+
+    def record(self) -> None:
+        """Record the present forward as the one that was probed."""
+        self.forward = self._base.forward
+
+    def is_replaced(self) -> bool:
+        """Whether another forward was set on the class since."""
+        return self._base.forward is not self.forward
+
+
+def with_fused(base: Any, inputs: int, run: Callable[..., Any]) -> dict[str, Any]:
+    """Return a class's attributes with a forward of so many inputs that returns ``run(self, *inputs)``.
+
+    Or what the stock forward returns: where ``run`` returns None, for other arguments, and where the class has got
+    another forward since.
+    """
+    probed = StockForward(base)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != inputs or kwargs or probed.is_replaced():
+            return base.forward(self, *args, **kwargs)
+        result = run(self, *args)
+        return base.forward(self, *args) if result is None else result
+
+    return with_forward(base, forward, **{PROBED: probed})
 
 
 def children_of(module: nn.Module) -> dict[str, Any]:
     """Return a module's children by name; to read one as an attribute is slow."""
     return module._modules
+
+
+def children_beside(module: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, ...]:
+    """Return a module's children of other names, such as an MLP's activation."""
+    return tuple(child for name, child in module._modules.items() if name not in names and child is not None)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -84,6 +118,13 @@ def copied(function: FunctionType, namespace: dict[str, Any], closure: Any) -> F
     copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+@functools.lru_cache
+def is_code_of(forward: Any, *packages: str) -> bool:
+    """Whether a function, beneath decorators of transformers, is of a module whose name starts so."""
+    plain = undecorated(forward)
+    return plain is not None and plain.__globals__.get("__name__", "").startswith(packages)
 
 
 def _has_in_closure(decorated: Any) -> bool:

@@ -24,6 +24,7 @@ from lowtide.models.head_call import HeadCall, HeadWork
 from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import (
     PROBED,
+    StockForward,
     give_class,
     is_on_top,
     part_of,
@@ -33,7 +34,6 @@ from lowtide.models.instance import (
     with_forward,
 )
 from lowtide.models.lazy_logits import LazyLogits
-from lowtide.models.probe import StockForward
 from lowtide.models.report import NOT_CALLED, ONE_TOKEN, WITHOUT_LABELS, PatchReport
 
 STATE = "_lowtide_patch"

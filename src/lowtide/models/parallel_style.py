@@ -1,8 +1,8 @@
 """Tensor parallelism: how a linear layer is wrapped, and whether all ranks that share a module run it fused.
 
-`torch.distributed.tensor.parallel.ColwiseParallel` and ``RowwiseParallel`` put hooks before and after the module's
-forward; the styles of these names in transformers put a forward on the instance. Both make a DTensor of the input, and
-give the output the layout that the style has for it.
+`torch.distributed.tensor.parallel.ColwiseParallel` puts hooks before and after the module's forward; the style of this
+name in transformers puts a forward on the instance. Both make a DTensor of the input, and give the output the layout
+that the style has for it.
 
 Fused and stock code exchange different tensors. A rank that alone ran the stock code, for a hook or a mode of its own
 (a logger's on the first rank, say), would wait for ever, or take one tensor for another. So the ranks agree once, at a
@@ -29,7 +29,6 @@ _TRANSFORMERS = "transformers.distributed.tensor_parallel"
 # The attribute of an instance that holds its style while that is bypassed, or `_STOCK` while the stock code runs.
 _ASIDE = "_lowtide_style"
 _STOCK = "stock"
-_KINDS = ("ColwiseParallel", "RowwiseParallel")
 _ANOTHER = "is wrapped for tensor parallelism in another way than by ColwiseParallel"
 
 
@@ -37,7 +36,6 @@ _ANOTHER = "is wrapped for tensor parallelism in another way than by ColwisePara
 class Style:
     """The wrapping of a linear layer: hooks before and after its forward, or a forward on the instance."""
 
-    kind: str  # one of `_KINDS`
     mesh: Any
     input_placement: Any  # of inputs that are plain tensors
     output_placement: Any
@@ -54,21 +52,19 @@ def defining_module(function: Any) -> str:
     return getattr(function, "__module__", None) or ""
 
 
-def linear_style(linear: nn.Module) -> Style | str | None:
-    """Return the style that wraps ``linear``, None where none does, or why it is not one that is known."""
-    before, after = (_found(getattr(linear, kind)) for kind in _HOOKS)
-    forward = vars(linear).get("forward")
-    if defining_module(forward) != _TRANSFORMERS:
-        return _of_hooks(before, after) if before or after else None
-    return _ANOTHER if before or after else _of_forward(linear, forward)
-
-
 def style_of(head: nn.Module) -> Style | str | None:
     """Return the style that wraps an output embedding, None where none does, or why its logits have to be built."""
-    style = linear_style(head)
+    before, after = ([hook for hook in getattr(head, kind).values() if is_parallel_hook(hook)] for kind in _HOOKS)
+    forward = vars(head).get("forward")
+    if defining_module(forward) != _TRANSFORMERS:
+        if not before and not after:
+            return None
+        style = _of_hooks(before, after)
+    else:
+        style = _ANOTHER if before or after else _of_forward(head, forward)
     if not isinstance(style, Style):
         return style
-    if style.kind != "ColwiseParallel" or (style.forward is not None and not style.input_placement.is_replicate()):
+    if style.forward is not None and not style.input_placement.is_replicate():
         return _ANOTHER
     if style.gives_local and not style.output_placement.is_replicate():
         return "returns this rank's logits alone (ColwiseParallel with output_layouts=Shard(-1), use_local_output=True)"
@@ -154,23 +150,16 @@ def _marked(head: nn.Module, mark: Style | str) -> Iterator[None]:
             state[_ASIDE] = before
 
 
-def _found(hooks: dict[int, Callable[..., Any]]) -> list[Callable[..., Any]]:
-    return [hook for hook in hooks.values() if is_parallel_hook(hook)]
-
-
 def _of_hooks(before: list[Callable[..., Any]], after: list[Callable[..., Any]]) -> Style | str:
-    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor.parallel import ColwiseParallel
 
-    if len(before) != 1 or len(after) != 1:
-        return _ANOTHER
-    enter, leave = _cells(before[0]).get("input_fn"), _cells(after[0]).get("output_fn")
-    for kind in _KINDS:
-        known = getattr(parallel, kind)
-        layouts = _arguments(enter, getattr(known, "_prepare_input_fn", None))
-        outputs = _arguments(leave, getattr(known, "_prepare_output_fn", None))
+    if len(before) == len(after) == 1:
+        cells = _cells(before[0])
+        layouts = _arguments(cells.get("input_fn"), ColwiseParallel._prepare_input_fn)
+        outputs = _arguments(_cells(after[0]).get("output_fn"), ColwiseParallel._prepare_output_fn)
         if layouts is not None and outputs is not None and len(layouts[0]) == len(outputs[0]) == 1:
-            mesh = _cells(before[0]).get("device_mesh")
-            return Style(kind, mesh, layouts[0][0], outputs[0][0], outputs[1], before=before[0], after=after[0])
+            mesh = cells.get("device_mesh")
+            return Style(mesh, layouts[0][0], outputs[0][0], outputs[1], before=before[0], after=after[0])
     return _ANOTHER
 
 
@@ -179,8 +168,7 @@ def _of_forward(linear: nn.Module, forward: Any) -> Style | str:
     cells = _cells(forward)
     style: Any = cells.get("self")
     module, before = cells.get("module"), cells.get("original_forward")
-    kind = type(style).__name__
-    if kind not in _KINDS or type(style) is not getattr(sys.modules[_TRANSFORMERS], kind, None):
+    if type(style) is not sys.modules[_TRANSFORMERS].ColwiseParallel:
         return _ANOTHER
     if module is not linear or getattr(before, "__self__", None) is not linear:
         return "is a copy, and the forward that transformers put on it is that of the original"
@@ -189,7 +177,7 @@ def _of_forward(linear: nn.Module, forward: Any) -> Style | str:
     if getattr(linear, "_hf_quantized_needs_local_tp", False):
         return "is quantised"
     layouts = style.input_layouts, style.output_layouts
-    return Style(kind, cells.get("mesh"), *layouts, style.use_local_output, forward=forward)
+    return Style(cells.get("mesh"), *layouts, style.use_local_output, forward=forward)
 
 
 def _arguments(function: Any, inner: Any) -> tuple[Any, Any] | None:

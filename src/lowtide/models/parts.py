@@ -1,19 +1,38 @@
 """The parts of a model that `lowtide.patch` fuses: `mlp`, `norm` and `rope`.
 
-A part is one or more files, for modules of several forms, with three functions each. ``is_candidate(module)``: whether
-a module has that form. ``find(module, base)``: what is done to a candidate of stock class ``base``, as text, and the
-arguments of ``overrides``; or why nothing is. ``overrides(base, *args)``: what the class of a patched module does
-differently. A file may have ``ATTRIBUTES`` that a patched module gets, with their first values.
+A module is fused where its class's forward is transformers' own code, or where the user names the class, and a probe
+finds that an operation of lowtide computes the same: values, gradients and attributes, in training and in evaluation.
+
+A part is one or more files, for modules of several forms, each with: ``is_candidate(module)``, whether a module has
+that form; ``find(module, base)``, what a candidate of stock class ``base`` computes, as text and as arguments of
+``overrides``, or why it stays as it is; ``overrides(base, *args)``, what a patched module's class does differently.
+Beside these ``INPUTS``, how many its forward takes, None for any; ``WEIGHTS``, the names of the weights and layers that
+it computes with, None where its other children do not matter; and ``ATTRIBUTES`` that a patched module gets, with their
+first values.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowtide.distributed.zero import forget
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.models import experts_part, mlp_part, norm_part, rope_part
-from lowtide.models.instance import give_class, is_on_top, part_of, stock_class, take_class_back
+from lowtide.models.eligibility import are_plain_linears
+from lowtide.models.instance import (
+    children_beside,
+    give_class,
+    is_code_of,
+    is_on_top,
+    parameters_of,
+    part_of,
+    stock_class,
+    take_class_back,
+)
+from lowtide.models.probe import surroundings
 from lowtide.models.report import PartReport, PatchReport
 
 PARTS: dict[str, tuple[ModuleType, ...]] = {
@@ -21,34 +40,100 @@ PARTS: dict[str, tuple[ModuleType, ...]] = {
     "norm": (norm_part,),
     "rope": (rope_part,),
 }
+_OWN = ("transformers.", "torch.")
 
 
-def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
-    """Fuse every module of a part that allows it, and report what was done, or why not."""
-    rows: list[PartReport] = []
-    for name, module in model.named_modules():
-        if part_of(module) not in (None, part):
-            continue
-        kind = next((kind for kind in PARTS[part] if kind.is_candidate(module)), None)
-        if kind is None:
-            continue
-        ours = part_of(module) == part
-        if ours and not is_on_top(module):
-            rows.append(PartReport(part, name, "patched before, and its class was changed since", patched=True))
-            continue
-        found = kind.find(module, stock_class(module))
-        if isinstance(found, str):
-            if ours:
-                _restore(module)
-            rows.append(PartReport(part, name, f"left as it is: {found}", patched=False))
-            continue
-        what, args = found
-        give_class(module, part, kind.overrides, *args)
-        for attribute, value in getattr(kind, "ATTRIBUTES", {}).items():
-            vars(module).setdefault(attribute, value)
-        rows.append(PartReport(part, name, what, patched=True))
-    if rows:
-        report.add_modules(part, rows)
+class Found(NamedTuple):
+    """A module of a part's form."""
+
+    name: str
+    module: nn.Module
+    kind: Any
+    outcome: str  # as in the report
+    args: tuple[Any, ...] | None  # of ``overrides``; None: its class stays
+
+
+def find(model: nn.Module, part: str, fuse: tuple[type, ...]) -> list[Found]:
+    """Return the modules of a part's form, and how each is fused, or why it is not; nothing is changed."""
+    rows = []
+    with surroundings():
+        for name, module in model.named_modules():
+            kind = next((kind for kind in PARTS[part] if kind.is_candidate(module)), None)
+            if kind is None or part_of(module) not in (None, part):
+                continue
+            if part_of(module) is not None and not is_on_top(module):
+                rows.append(Found(name, module, kind, "patched before, and its class was changed since", None))
+                continue
+            found = _found(module, kind, stock_class(module), fuse)
+            outcome, args = (f"left as it is: {found}", None) if isinstance(found, str) else found
+            rows.append(Found(name, module, kind, outcome, args))
+    return rows
+
+
+def _found(module: nn.Module, kind: Any, base: Any, fuse: tuple[type, ...]) -> tuple[str, tuple[Any, ...]] | str:
+    named = _is_named(base, fuse)
+    name_it = f"not transformers' own code; name it to fuse it: lowtide.patch(model, fuse=({base.__name__},))"
+    if part_of(module) is None and any(name in vars(module) for name in kind.ATTRIBUTES):
+        return f"it has a {' or '.join(kind.ATTRIBUTES)} of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if not named and not is_code_of(base.forward, *_OWN):
+        return f"its forward is {name_it}"
+    if kind.INPUTS is not None and len(inspect.signature(base.forward).parameters) != 1 + kind.INPUTS:
+        return f"its forward takes other inputs than {kind.INPUTS}"
+    if kind.WEIGHTS is not None:
+        own = dict(module.named_buffers(recurse=False)) | parameters_of(module)
+        others = children_beside(module, kind.WEIGHTS)
+        states = (x for child in others for x in (*child.parameters(), *child.buffers()))
+        if any(True for _ in states) or any(x is not None and key not in kind.WEIGHTS for key, x in own.items()):
+            return "it has weights or buffers beside its projections"
+        if not are_plain_linears((), others):
+            return "a child has hooks or a forward of its own"
+        inside = (type(each) for child in others for each in child.modules())
+        if not named and not all(is_code_of(each.forward, *_OWN) for each in inside):
+            return f"a child's forward is {name_it}"
+    found: tuple[str, tuple[Any, ...]] | str = kind.find(module, base)
+    return found
+
+
+def _is_named(base: Any, fuse: tuple[type, ...]) -> bool:
+    """Whether the user has named a class, or one whose forward it inherits."""
+    return any(issubclass(base, named) and base.forward is named.forward for named in fuse)  # type: ignore[attr-defined]
+
+
+def check_fuse(fuse: object) -> None:
+    """Check that the user has named classes of modules."""
+    if not isinstance(fuse, tuple) or not all(isinstance(x, type) and issubclass(x, nn.Module) for x in fuse):
+        raise ArgumentTypeError(message("fuse", "a tuple of classes of modules", repr(fuse)))
+
+
+def check_named(fuse: tuple[type, ...], found: dict[str, list[Found]]) -> None:
+    """Check that each class that the user has named is fused.
+
+    Raises:
+        ArgumentValueError: A module of the class is not, or there is none.
+    """
+    for named in fuse:
+        own = [row for rows in found.values() for row in rows if _is_named(stock_class(row.module), (named,))]
+        got = next((f"{row.name} {row.outcome}" for row in own if row.outcome.startswith("left")), None)
+        if got is not None or not own:
+            expected = f"{named.__name__} to be an MLP, experts, a norm or attention that can be fused"
+            raise ArgumentValueError(message("fuse", expected, got or f"none in {', '.join(found) or 'no part'}"))
+
+
+def fuse(rows: Sequence[Found], part: str, report: PatchReport) -> None:
+    """Fuse what `find` found of a part, and report what was done, or why not."""
+    lines = []
+    for name, module, kind, outcome, args in rows:
+        if args is not None:
+            give_class(module, part, kind.overrides, *args)
+            for attribute, value in kind.ATTRIBUTES.items():
+                vars(module).setdefault(attribute, value)
+        elif is_on_top(module):
+            _restore(module)
+        lines.append(PartReport(part, name, outcome, patched=part_of(module) is not None))
+    if lines:
+        report.add_modules(part, lines)
     else:
         report.add(part, "-", "left as it is: the model has no module of that form", patched=False)
 

@@ -12,13 +12,13 @@ from torch import nn
 from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.models import eligibility, parallel_style
+from lowtide.models import eligibility, parallel_style, parts
 from lowtide.models.adapters import saved_layers
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import keep_from_compiling
 from lowtide.models.lazy_operations import look_up
 from lowtide.models.loss_part import LOSS, STATE, LossState, adopt_head, is_free, model_overrides
-from lowtide.models.parts import PARTS, fuse, patched_modules, restore
+from lowtide.models.parts import PARTS
 from lowtide.models.report import PatchReport
 
 
@@ -29,6 +29,7 @@ def patch(
     mlp: bool = True,
     norm: bool = True,
     rope: bool = True,
+    fuse: tuple[type[nn.Module], ...] = (),
     scoring: bool = False,
     options: HeadOptions | None = None,
 ) -> PatchReport:
@@ -49,11 +50,12 @@ def patch(
     ``scoring`` calls without labels return lazy logits too, except those for one token of each sequence, as in
     generation.
 
-    The other parts: lowtide runs each candidate module's own code on a few random rows beside its own operation. Where
-    they disagree the module stays unmodified, with the reason in the report. In training and in evaluation a patched
-    module computes the same as before to rounding, saves less for backward and takes less time on a GPU. A call with
-    hooks on a projection, DTensors or ``torch.func``, or after a change of the module's code or settings, runs the
-    stock code.
+    The other parts: of modules whose forward is transformers' own code, and of classes in ``fuse``, lowtide runs the
+    code on a few random rows beside its own operation, and compares values, gradients and attributes. Where they differ
+    the module stays unmodified, with the reason in the report. In training and in evaluation a patched module computes
+    the same as before to rounding, saves less for backward and takes less time on a GPU. A call with hooks on a
+    projection, DTensors or ``torch.func`` runs the stock code. After a change of the module's code or settings call
+    `patch` again.
 
     Patching again applies the new arguments, ``options`` included, and returns the same report.
 
@@ -63,12 +65,13 @@ def patch(
         loss: Whether to patch the loss.
         mlp: Whether gated MLPs (gate_proj, up_proj, down_proj, or gate_up_proj, down_proj; SiLU or tanh-GELU) run as
             `lowtide.swiglu_mlp`, also with LoRA, and over 4-bit weights of bitsandbytes, which are dequantised for one
-            GEMM at a time; those of three projections also cut by columns and rows for tensor parallelism. A mixture's
-            experts with their weights in one module run by grouped GEMMs. All of these get an
-            attribute ``checkpoint_level``, 0 at first, as `lowtide.swiglu_mlp` takes it.
+            GEMM at a time. A mixture's experts with their weights in one module run by grouped GEMMs. All of these get
+            an attribute ``checkpoint_level``, 0 at first, as `lowtide.swiglu_mlp` takes it.
         norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
         rope: Whether attention that calls a rotary embedding (``apply_rotary_pos_emb`` and others with "rotary" in
             their names) rotates by `lowtide.layers.rotary`.
+        fuse: Further classes of MLPs, experts, norms and attention, whose code is not transformers' own; also the
+            transformers' class around an activation of your own.
         scoring: Whether calls without labels build no logits either where only log-probabilities, their sums or argmax
             are read of them, as in an evaluation. It needs ``loss``. See also `scoring`.
         options: How `lowtide.linear_cross_entropy` is to run.
@@ -77,8 +80,10 @@ def patch(
         A `PatchReport`: print it for a table. Its counts are live.
 
     Raises:
-        ArgumentTypeError: ``model`` is no module with ``get_output_embeddings``, or ``options`` no HeadOptions.
-        ArgumentValueError: ``scoring`` without ``loss``.
+        ArgumentTypeError: ``model`` is no module with ``get_output_embeddings``, ``options`` no HeadOptions, or
+            ``fuse`` no tuple of classes.
+        ArgumentValueError: ``scoring`` without ``loss``; or a class in ``fuse`` is not in the model, or does not
+            compute what lowtide does, with the reason. Then nothing is changed.
         UnsupportedError: A part is to be undone, and something else changed a patched module's class since; then
             nothing is changed.
 
@@ -91,6 +96,7 @@ def patch(
     """
     target = _unwrapped(model)
     check_options(options)
+    parts.check_fuse(fuse)
     flags = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope}
     for name, flag in {**flags, "scoring": scoring}.items():
         check_flag(name, flag)
@@ -98,6 +104,8 @@ def patch(
         raise ArgumentValueError(message("scoring", "loss=True beside it", "loss=False"))
     state: LossState = vars(target).get(STATE) or LossState(PatchReport(), options)
     _check_nothing_on_top(target, state, [part for part in PARTS if not flags[part]], loss=not loss)
+    found = {part: parts.find(target, part, fuse) for part in PARTS if flags[part]}
+    parts.check_named(fuse, found)
     state.options = options
     state.set_scoring(patched=scoring, blocks=state.scoring_blocks)
     parallel_style.forget(target)
@@ -107,10 +115,10 @@ def patch(
         _unpatch_loss(target, state)
         state.report.add("loss", "-", "left as it is: loss=False", patched=False)
     for part in PARTS:
-        if flags[part]:
-            fuse(target, part, state.report)
+        if part in found:
+            parts.fuse(found[part], part, state.report)
         else:
-            restore(target, part)
+            parts.restore(target, part)
             state.report.add(part, "-", f"left as it is: {part}=False", patched=False)
     if part_of(target) is not None or any(row.patched for row in state.report.parts.values()):
         vars(target)[STATE] = state
@@ -143,7 +151,7 @@ def unpatch(model: nn.Module) -> None:
     _check_nothing_on_top(target, state, PARTS, loss=True)
     _unpatch_loss(target, state)
     for part in PARTS:
-        restore(target, part)
+        parts.restore(target, part)
     del vars(target)[STATE]
 
 
@@ -204,9 +212,9 @@ def _patch_loss(target: Any, state: LossState, outer: nn.Module) -> None:
         adopt_head(target, state)  # it may have got adapters since, or lost them
 
 
-def _check_nothing_on_top(target: Any, state: LossState, parts: Iterable[str], *, loss: bool) -> None:
-    """Check, before anything changes, that these parts, and the loss's if ``loss``, can be undone."""
-    modules = [module for part in parts for module in patched_modules(target, part)]
+def _check_nothing_on_top(target: Any, state: LossState, undone: Iterable[str], *, loss: bool) -> None:
+    """Check, before anything changes, that the parts ``undone``, and the loss's if ``loss``, can be undone."""
+    modules = [module for part in undone for module in parts.patched_modules(target, part)]
     for module in (*modules, *(_with_loss(target, state) if loss else ())):
         check_nothing_on_top(module)
 

@@ -1,20 +1,19 @@
-"""Probes: what a module computes, by running it on a few random rows beside a formula; and whether that still holds.
+"""Probes: what a module computes and which gradients it gives, by running it on a few random rows beside formulas.
 
 The rows go through a twin: the module's own forward with small random weights on the CPU, so that a probe needs no real
-weights (they may be on no device yet, or on a full one) and takes a millisecond. Later calls compare the forward of the
-class (`StockForward`) and the module's settings with those that were probed.
+weights (they may be on no device yet, or on a full one) and takes a millisecond.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.models.instance import stock_class, undecorated
+from lowtide.models.instance import children_of
 
 # Small enough for an epsilon to matter, large enough for a clamp to; float16 holds a few times the largest.
 ROW_SCALES = (1e-3, 0.3, 1.0, 1.0, 40.0, 4000.0)
@@ -25,6 +24,18 @@ DTYPES = (
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16),
 )
+
+# The results of a run and the gradients of its leaves, or what it raised.
+Outcome = list[Tensor | None] | Exception
+_Key = TypeVar("_Key")
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Let probes inside have gradients, no autocast, and no lasting use of the global generator."""
+    forked = torch.random.fork_rng(devices=[])
+    with torch.inference_mode(False), torch.enable_grad(), forked, torch.autocast("cpu", enabled=False):
+        yield
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -49,104 +60,98 @@ def linear(rows: int, columns: int, seed: int, *, bias: bool = False) -> nn.Line
 
 
 def twin_of(
-    module: nn.Module, base: type, *, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
+    module: nn.Module,
+    base: type,
+    *,
+    modules: Mapping[str, nn.Module] | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Return an instance of the stock class ``base``: the module's attributes, but these children and parameters."""
+    """Return an instance of the stock class ``base``: the module's attributes, but these ``parameters`` alone.
+
+    ``modules`` are children in place of its own; it has copies of the others.
+    """
     twin: Any = object.__new__(base)
     state = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
-    vars(twin).update(state, _modules=dict(modules), _parameters=dict(parameters))
-    return twin.train()  # type: ignore[no-any-return]
+    others = (name for name in children_of(module) if name not in (modules or {}))
+    children = {name: copy.deepcopy(children_of(module)[name]) for name in others}
+    vars(twin).update(state, _modules={**children, **(modules or {})}, _parameters=dict(parameters or {}))
+    return twin  # type: ignore[no-any-return]
 
 
-def outcome(function: Callable[[], Any]) -> Any:
-    """Run ``function`` without gradients, autocast and lasting use of the global generator; return what it raises."""
+def outcome(function: Callable[[], Any], leaves: Sequence[Tensor]) -> Outcome:
+    """Return the tensors that ``function`` returns, one or a tuple, and their gradients for ``leaves``."""
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-            return function()
+        results = function()
+        tensors: tuple[Tensor, ...] = results if isinstance(results, tuple) else (results,)
+        trained = [y for y in tensors if y.requires_grad]
+        upstream = [random(*y.shape, seed=100 + i).to(y.dtype) for i, y in enumerate(trained)]
+        gradients = (
+            torch.autograd.grad(trained, leaves, upstream, allow_unused=True) if trained else [None] * len(leaves)
+        )
+        return [*tensors, *gradients]
     except Exception as error:  # whatever another library's forward raises means that it is not of our form
         return error.with_traceback(None)  # which holds frames, and they the module
 
 
-def outcomes(base: Any, twin: nn.Module, x: Tensor) -> list[Any]:
-    """Return what the forward of ``base`` computes with a twin's weights from ``x``, in training and in evaluation."""
-    return [outcome(functools.partial(base.forward, twin.train(mode), x)) for mode in (True, False)]
+def outcomes(base: Any, twin: nn.Module, *args: Tensor, leaves: Sequence[Tensor]) -> list[Outcome] | str:
+    """Return what the forward of ``base`` gives with a twin in training and in evaluation; or why that is not all."""
+    before = _attributes(twin)
+    got = [outcome(functools.partial(base.forward, twin.train(mode), *args), leaves) for mode in (True, False)]
+    for one in got:
+        if isinstance(one, Exception):
+            return f"its forward does not run on its projections alone ({type(one).__name__})"
+    try:
+        changed = before != _attributes(twin)
+    except RuntimeError:  # another tensor
+        changed = True
+    return "its forward changes attributes of the module" if changed else got
 
 
-def is_like(got: object, expected: Tensor) -> TypeGuard[Tensor]:
-    """Whether ``got`` is a tensor of the shape and dtype of ``expected``."""
-    return isinstance(got, Tensor) and got.shape == expected.shape and got.dtype == expected.dtype
+def _attributes(twin: nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes of a module and its children, with the versions of tensors."""
+
+    def state(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value, value._version
+        return copy.copy(value) if isinstance(value, list | dict | set) else value
+
+    return [{name: state(x) for name, x in vars(each).items() if name != "training"} for each in twin.modules()]
 
 
-def agree(got: object, expected: Tensor, tolerance: float) -> bool:
-    """Whether ``got`` is a tensor like ``expected``, each row within ``tolerance`` of its largest value."""
-    largest = expected.abs().amax(-1, keepdim=True)
-    return is_like(got, expected) and bool(((got - expected).abs() <= tolerance * largest).all())
+def agree(got: Outcome, expected: Outcome, tolerance: float) -> bool:
+    """Whether two outcomes have like tensors, or None, in common, within ``tolerance`` of the largest values.
 
-
-# The plain attributes that the code of a module, and of each child that it depends on, reads.
-Settings = tuple[tuple[tuple[str, Any], ...], ...]
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
-
-
-def settings_of(modules: Sequence[nn.Module], *, but: str = "", all_of: bool = False) -> Settings:
-    """Return the numbers, texts and functions among the attributes that the code of these modules reads.
-
-    ``but`` is an attribute that may change. ``all_of``: those too that only functions outside of the class read.
+    That is of each row of the first; a gradient's rows may be next to nothing.
     """
-    return tuple(
-        tuple(
-            (name, _comparable(vars(module)[name]))
-            for name in (sorted(vars(module)) if all_of else _names_read(stock_class(module)))
-            if name in vars(module)
-            and name not in ("training", but)
-            and isinstance(vars(module)[name], (*_PLAIN, functools.partial))
-        )
-        for module in modules
-    )
+    if isinstance(got, Exception) or isinstance(expected, Exception) or len(got) != len(expected):
+        return False
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        if one is None or other is None:
+            if one is not other:
+                return False
+            continue
+        largest = other.abs().amax(-1, keepdim=True) if i == 0 else other.abs().amax()
+        if not is_like(one, other) or not ((one - other).abs() <= tolerance * largest).all():
+            return False
+    return True
 
 
-def have_changed(modules: Sequence[nn.Module], settings: Settings) -> bool:
-    """Whether an attribute among the ``settings`` of these modules has another value now."""
-    for module, values in zip(modules, settings, strict=True):
-        for name, value in values:
-            if _comparable(getattr(module, name, None)) != value:
-                return True
-    return False
+def is_like(got: object, expected: object) -> bool:
+    """Whether both are tensors of one shape and dtype."""
+    if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
+        return False
+    return got.shape == expected.shape and got.dtype == expected.dtype
 
 
-def _comparable(value: Any) -> Any:
-    if isinstance(value, functools.partial):
-        return value.func, value.args, tuple(sorted(value.keywords.items()))
-    return value
-
-
-def _names_read(kind: Any) -> list[str]:
-    """Return the names in the code of a class's forward, and of the methods that it calls."""
-    functions, names = [undecorated(kind.forward)], set[str]()
-    for function in functions:
-        new = set() if function is None else set(function.__code__.co_names) - names
-        names |= new
-        functions += [
-            undecorated(getattr(kind, name)) for name in new if not hasattr(nn.Module, name) and hasattr(kind, name)
-        ]
-    return sorted(names)
-
-
-class StockForward:
-    """The forward of a stock class as it was when a module of that class was patched last.
-
-    Code that is replaced later is compared no further than this: `lowtide.patch` again looks at it again.
-    """
-
-    def __init__(self, base: Any) -> None:
-        self._base = base
-        self.forward: Any = None
-        self.record()
-
-    def record(self) -> None:
-        """Record the present forward as the one that was probed."""
-        self.forward = self._base.forward
-
-    def is_replaced(self) -> bool:
-        """Whether another forward was set on the class since."""
-        return self._base.forward is not self.forward
+def first_of(
+    formulas: Iterable[tuple[_Key, Callable[[], Any]]],
+    got: Sequence[Outcome],
+    leaves: Sequence[Tensor],
+    tolerance: float,
+) -> _Key | None:
+    """Return the key of the first formula that gives what a module gave in training and in evaluation."""
+    for key, formula in formulas:
+        expected = outcome(formula, leaves)
+        if all(agree(one, expected, tolerance) for one in got):
+            return key
+    return None

@@ -6,7 +6,6 @@ attention has the same code with globals of its own, in which these names are ou
 made when a module of the class is patched.
 """
 
-import dis
 import functools
 import inspect
 from collections.abc import Iterator
@@ -23,23 +22,27 @@ from lowtide.layers.rope import checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import (
     PROBED,
+    StockForward,
     copied,
+    is_code_of,
     part_of,
     redecorated,
     undecorated,
-    why_not_forward,
     with_forward,
 )
-from lowtide.models.probe import DTYPES, StockForward, is_like, outcome, random
+from lowtide.models.probe import DTYPES, agree, outcome, random
 
+INPUTS, WEIGHTS = None, None
+ATTRIBUTES: dict[str, Any] = {}
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
-_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
-_ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
+_ROUNDINGS = 8  # of the products and the sum, in units of the dtype's epsilon
 # What a function may take, in this order: queries and keys or one of them, and the tables.
 _COMPLEX = ("q", "k", "cos + i sin")
 _ORDERS = (("q", "k", "cos", "sin"), ("x", "cos", "sin"), ("x", "sin", "cos"), _COMPLEX)
 # A layout is the axis of the heads, which the tables lack; or: tables [T, r] beside [T, H, d] or [B, T, H, d].
 _FLAT = 0
+_OWN = "transformers."
+_LAYOUTS: tuple[tuple[int, ...], ...] = ((1, 2), (_FLAT,), (1,), (2,))
 _Dtypes = tuple[torch.dtype, torch.dtype]
 
 
@@ -50,7 +53,13 @@ class _Form(NamedTuple):
     layouts: tuple[int, ...]  # those it can be called for: two where an argument ``unsqueeze_dim`` chooses
     pairs: str
     promote: bool
-    double: bool  # float64 is rotated in float64, as lowtide does; else the stock code rotates it
+
+    def rotated(self, layout: int, args: Any) -> tuple[Tensor, ...]:
+        """Return what the function returns, by lowtide's own."""
+        rotated = rotary(
+            *_operands(self.order, layout, args), unsqueeze_dim=layout or 2, promote=self.promote, pairs=self.pairs
+        )
+        return _results(self.order, layout, args, rotated)
 
 
 _Forms = tuple[tuple[str, _Form], ...]  # of each name
@@ -70,17 +79,17 @@ def is_candidate(module: nn.Module) -> bool:
     return isinstance(forward, FunctionType) and bool(_rotations(forward))
 
 
-def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:  # noqa: ARG001
     """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
     forward = undecorated(base.forward)
-    why_not = why_not_forward(module, base)
-    if why_not is not None:
-        return why_not
     if forward is None or not _rotations(forward):
         return "its forward is wrapped in another function"
-    if "globals" in forward.__code__.co_names or any(i.opname in _WRITES for i in dis.get_instructions(forward)):
-        return "its forward writes to globals of its module"
-    forms = {name: _form_of(stock) for name, stock in _rotations(forward).items()}
+    rotations = _rotations(forward)
+    if is_code_of(forward, _OWN):  # else the user has named the class
+        foreign = ", ".join(name for name, stock in rotations.items() if not is_code_of(stock, _OWN))
+        if foreign:
+            return f"its {foreign} is not transformers' own code"
+    forms = {name: _form_of(stock) for name, stock in rotations.items()}
     found = tuple((name, form) for name, form in forms.items() if form is not None)
     others = ", ".join(name for name, form in forms.items() if form is None)
     if not found:
@@ -92,58 +101,45 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:
     return f"rotates queries and keys by lowtide.layers.rotary{which}{stay}", (found,)
 
 
+@functools.lru_cache
 def _form_of(stock: Any) -> _Form | None:
     """Return what a function computes, None if `rotary` does not."""
-    for order, layouts, pairs in product(_ORDERS, ((1, 2), (_FLAT,), (1,), (2,)), PAIRS):
-        form, first = _Form(order, layouts, pairs, promote=False, double=False), layouts[0]
-        _, mixed = next(_probes(stock, form, first, (torch.bfloat16, torch.float32)))
-        if not isinstance(mixed[0], Tensor):
-            continue
-        form = form._replace(promote=mixed[0].dtype == torch.float32)
+    for order, layouts, pairs, promote in product(_ORDERS, _LAYOUTS, PAIRS, (False, True)):
+        form = _Form(order, layouts, pairs, promote)
         every = [dtypes for dtypes in DTYPES if order != _COMPLEX or dtypes[1] == torch.float32]
         if not all(_computes(stock, form, layout, dtypes) for dtypes in every for layout in layouts):
             continue
-        if _computes(stock, form, first, DTYPES[0], share=2) is not False:
-            return form._replace(double=bool(_computes(stock, form, first, (torch.float64, torch.float64))))
+        if _computes(stock, form, layouts[0], DTYPES[0], share=2) is not False:
+            return form
     return None
 
 
-def _probes(
-    stock: Any, form: _Form, layout: int, dtypes: _Dtypes, share: int = 1
-) -> Iterator[tuple[list[Tensor], tuple[Any, ...]]]:
-    """Yield random arguments in each shape of a layout, the tables for a ``share`` of a head, and the results."""
+def _computes(stock: Any, form: _Form, layout: int, dtypes: _Dtypes, share: int = 1) -> bool | None:
+    """Return whether a function computes what `rotary` does by ``form``; None if it raises."""
+    chosen = {"unsqueeze_dim": 2} if layout == 2 and len(form.layouts) == 2 else {}
+    for args, heads in _arguments(form, layout, dtypes, share):
+        got = outcome(functools.partial(stock, *args, **chosen), heads)
+        if isinstance(got, Exception):
+            return None
+        expected = outcome(functools.partial(form.rotated, layout, args), heads)
+        if not agree(got, expected, _ROUNDINGS * torch.finfo(dtypes[0]).eps):
+            return False
+    return True
+
+
+def _arguments(form: _Form, layout: int, dtypes: _Dtypes, share: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield random arguments in each shape of a layout, the tables for a ``share`` of a head; and which are heads."""
     B, T, Hq, Hk, d = _SIZES
     r = d // share // (2 if PAIRS[form.pairs].entries == "short" else 1)
     shapes = [[(B, Hq, T, d), (B, Hk, T, d), (B, T, r)] if layout == 1 else [(B, T, Hq, d), (B, T, Hk, d), (B, T, r)]]
     if layout == _FLAT:
         shapes = [[(T, Hq, d), (T, Hk, d), (T, r)], [*shapes[0][:2], (T, r)]]
-    chosen = {"unsqueeze_dim": 2} if layout == 2 and len(form.layouts) == 2 else {}
     for q_shape, k_shape, table in shapes:
-        # a third: in float64 no number of float32, which shows where that is computed in
-        q, k = (random(*shape, seed=i).to(dtypes[0]) / 3 for i, shape in enumerate((q_shape, k_shape)))
-        cos, sin = (random(*table, seed=i).to(dtypes[1]) / 3 for i in (2, 3))
+        q, k = (random(*shape, seed=i).to(dtypes[0]).requires_grad_() for i, shape in enumerate((q_shape, k_shape)))
+        cos, sin = (random(*table, seed=i).to(dtypes[1]) for i in (2, 3))
         given = {"q": q, "x": q, "k": k, "cos": cos, "sin": sin}
         args = [given[name] if name in given else torch.complex(cos, sin) for name in form.order]
-        got = outcome(functools.partial(stock, *args, **chosen))
-        yield args, got if isinstance(got, tuple) and got else (got,)
-
-
-def _computes(stock: Any, form: _Form, layout: int, dtypes: _Dtypes, share: int = 1) -> bool | None:
-    """Return whether a function computes what `rotary` does by ``form``; None if it raises."""
-    tolerance = _ROUNDINGS * torch.finfo(dtypes[0]).eps
-    dim = 1 if layout == 1 else 2
-    for args, got in _probes(stock, form, layout, dtypes, share):
-        if isinstance(got[0], Exception):
-            return None
-        operands = _operands(form.order, layout, args)
-        rotated = rotary(*operands, unsqueeze_dim=dim, promote=form.promote, pairs=form.pairs)
-        expected = _results(form.order, layout, args, rotated)
-        if len(got) != len(expected) or not all(
-            is_like(a, b) and bool(((a - b).abs() <= tolerance * b.abs().amax()).all())
-            for a, b in zip(got, expected, strict=True)
-        ):
-            return False
-    return True
+        yield args, [x for x in args if x.requires_grad]
 
 
 def _operands(order: tuple[str, ...], layout: int, args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -186,21 +182,17 @@ class _Rotating(StockForward):
 
     def __init__(self, base: Any, forms: _Forms) -> None:
         self._forms = forms
-        self._globals: dict[str, Any] = {}
         super().__init__(base)
 
     def record(self) -> None:
-        """Make the rotating forward, anew if a global that the code reads has another value."""
-        stock = undecorated(self._base.forward)
+        """Make the rotating forward, with the globals of now."""
+        super().record()
+        stock = undecorated(self.forward)
         assert stock is not None
-        read = {name: stock.__globals__[name] for name in stock.__code__.co_names if name in stock.__globals__}
-        if self.is_replaced() or any(self._globals.get(name) is not value for name, value in read.items()):
-            super().record()
-            self._globals = read
-            # Without the module's name torch.compile looks names up here, and not in the module.
-            own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
-            own |= {name: _rotation(own[name], *form) for name, form in self._forms}
-            self.rotating = _around(self.forward, copied(stock, own, stock.__closure__))
+        # Without the module's name torch.compile looks names up here, and not in the module.
+        own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
+        own |= {name: _rotation(own[name], form) for name, form in self._forms}
+        self.rotating = _around(self.forward, copied(stock, own, stock.__closure__))
 
 
 def _around(forward: Any, rotating: Any) -> Any:
@@ -208,10 +200,9 @@ def _around(forward: Any, rotating: Any) -> Any:
     return redecorated(forward, _around(forward.__wrapped__, rotating)) if hasattr(forward, "__wrapped__") else rotating
 
 
-def _rotation(
-    stock: Any, order: tuple[str, ...], layouts: tuple[int, ...], pairs: str, promote: bool, double: bool
-) -> Any:
+def _rotation(stock: Any, form: _Form) -> Any:
     """Return a function that rotates as ``stock`` does, of a form."""
+    order, layouts, pairs, promote = form  # of which torch.compile traces no attributes
 
     def rotation(*args: Any, **kwargs: Any) -> Any:
         layout = kwargs.get("unsqueeze_dim", layouts[0])
@@ -219,9 +210,9 @@ def _rotation(
             return stock(*args, **kwargs)
         if has_nothing_to_save(args[0]) or not is_ordinary(args, ()):
             return stock(*args, **kwargs)
-        if (args[0].dtype == torch.float64 and not double) or args[-1].dtype.is_complex != (order == _COMPLEX):
+        if args[0].dtype == torch.float64 or args[-1].dtype.is_complex != (order == _COMPLEX):
             return stock(*args, **kwargs)
-        operands, dim = _operands(order, layout, args), 1 if layout == 1 else 2
+        operands, dim = _operands(order, layout, args), layout or 2
         if why_not_rotary(*operands, dim, PAIRS[pairs]) is not None:
             return stock(*args, **kwargs)
         results = _results(order, layout, args, checked_rotary(*operands, dim, promote, pairs))

@@ -32,7 +32,7 @@ class LowtidePlugin(BasePlugin):  # type: ignore[misc]
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Patch the model."""
         own = ("loss", "mlp", "norm", "rope")
-        given = {name: cfg.get(f"lowtide_{name}", True) is not False for name in own}
+        given: Any = {name: cfg.get(f"lowtide_{name}", True) is not False for name in own}
         options = lowtide.HeadOptions(workspace_mib=cfg.get("lowtide_workspace_mib"))
         self.report = lowtide.patch(model, options=options, **given)
 
