@@ -260,7 +260,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "return _reduced(values, reduction, keep.sum().clamp(min=1), num_items)", "losses/test_tokens.py -k values",
         ),
         Mutant(
-            "losses/checks.py", "    return tensor.where(keep, 0), keep", "    return tensor * keep, keep",
+            "losses/checks.py", "tensor.where(keep, 0) for tensor in tensors", "tensor * keep for tensor in tensors",
             "losses/test_tokens.py -k masked",
         ),
         Mutant(

@@ -81,20 +81,18 @@ def swiglu_mlp(
         >>> gate, up, down = torch.randn(40, 16), torch.randn(40, 16), torch.randn(16, 40)
         >>> swiglu_mlp(x, gate, up, down, checkpoint_level=1).sum().backward()
     """
-    tensors = (input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    for i, tensor in enumerate(tensors):
-        error = None if tensor is None and i >= 4 else why_not_local(_NAMES[i], tensor, _GATHER)
+    tensors: Any = (input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    for name, tensor in zip(_NAMES, tensors, strict=True):
+        if tensor is None and name.endswith("bias"):
+            continue
+        error = why_not_local(name, tensor, _GATHER)
         if error is not None:
             raise error
-    refuse_transforms("swiglu_mlp", *tensors, instead=_WRITTEN_OUT, way="write it out for this one")
-    dtype = operand_dtype(input)
-    for name, tensor in zip(_NAMES, tensors, strict=True):
-        if tensor is None:
-            continue
         check_device(name, tensor, input)
-        if tensor.dtype != input.dtype and operand_dtype(tensor) != dtype:
+        if tensor.dtype != input.dtype and operand_dtype(tensor) != operand_dtype(input):
             hint = "Cast one of them, or run under torch.autocast."
             raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as input has", str(tensor.dtype), hint))
+    refuse_transforms("swiglu_mlp", *tensors, instead=_WRITTEN_OUT, way="write it out for this one")
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
     return plain_mlp(*tensors, activation=activation, checkpoint_level=checkpoint_level, tile_tokens=tile_tokens)
