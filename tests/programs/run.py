@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 from lowtide.errors import LowtideError
 from programs.families import build
 from programs.grammar import Program
-from programs.judge import Judge
+from programs.judge import Judge, largest
 from programs.prelude import Recorder, namespace, sandbox
 
 
@@ -30,6 +30,8 @@ class Outcome:
         state: By a parameter's name: requires_grad, its values, its gradient.
         reports: The `PatchReport`s.
         counts: What they had counted after each statement: calls fused, and with logits built.
+        largest: The largest number of a gradient at any time: one step's may cancel the next one's.
+        backwards: How many statements run backward.
     """
 
     seen: list[tuple[int, Any]] = field(default_factory=list)
@@ -38,6 +40,8 @@ class Outcome:
     state: dict[str, tuple[bool, Tensor, Tensor | None]] = field(default_factory=dict)
     reports: list[Any] = field(default_factory=list)
     counts: list[tuple[int, int]] = field(default_factory=list)
+    largest: float = 0.0
+    backwards: int = 0
 
 
 @functools.lru_cache(8192)
@@ -70,6 +74,11 @@ def run(program: Program, how: str) -> Outcome:
                 break
             reports = {id(report): report for report in recorder.reports}.values()
             outcome.counts.append((sum(r.calls_fused for r in reports), sum(r.calls_materialised for r in reports)))
+            if "backward(" in statement and isinstance(model := names.get("model"), torch.nn.Module):
+                outcome.backwards += 1
+                outcome.largest = max(
+                    [outcome.largest, *(largest(p.grad) for p in model.parameters() if p.grad is not None)]
+                )
         model = names.get("model")
         if model is not None:
             outcome.state = _state(model)

@@ -82,7 +82,7 @@ def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
         name: (value * -(-layers // len(value)))[:layers]
         for name, value in settings.items()
         if isinstance(value, list | tuple) and value
-        if "layer" in name and len(value) == old
+        if name in ("layer_types", "layers_block_type") or ("layer" in name and len(value) == old)
     }
     if own := settings.get("per_layer_config"):  # of some layers, by their index
         repeated["per_layer_config"] = {layer: value for layer, value in own.items() if int(layer) < layers}

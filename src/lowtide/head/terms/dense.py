@@ -64,7 +64,7 @@ class Dense(Terms):
         ranks = self.head.ranks
         both_lse = ranks.logsumexp_of(self._logsumexps(sides))
         value, pivot, mass = ranks.sum_of(self._sums(sides, both_lse))
-        pivot = pivot / mass.where(mass != 0, 1)  # 0 in a row that does not count, and of the forward KL
+        pivot = pivot / mass.where(mass != 0, 1)  # 0 in a row that does not count
         lse, other_lse = (x.clone() for x in both_lse)  # an operator returns no two views of one memory
         return {"value": value.clamp(min=0), "lse": lse, "other_lse": other_lse, "pivot": pivot}
 
@@ -79,9 +79,8 @@ class Dense(Terms):
             a.sub_(both_lse[0][:, None])
             b.sub_(both_lse[1][:, None])
             s, c = outcomes(a, b, self.kind, self.beta, value)
-            if self.kind != "forward_kl":  # whose pivot is -1
-                pivot += c.sum(1)
-                mass += s.sum(1)
+            pivot += c.sum(1)
+            mass += s.sum(1)
         return sums
 
     def _gradient_(self, sides: Any, known: Numbers, factor_C: Tensor, normalised: bool) -> Tensor | None:
@@ -95,11 +94,8 @@ class Dense(Terms):
             if not normalised:
                 a.sub_(lse)
                 b.sub_(other_lse)
-            if self.kind == "forward_kl":
-                a.exp_().sub_(b.exp_())
-            else:
-                s, c = outcomes(a, b, self.kind, self.beta)
-                torch.addcmul(c, s, known["pivot"][:, None], value=-1, out=a)
+            s, c = outcomes(a, b, self.kind, self.beta)
+            torch.addcmul(c, s, known["pivot"][:, None], value=-1, out=a)
             if slope is not None:
                 a.mul_(slope)
             if not self.narrow:
