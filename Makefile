@@ -44,7 +44,7 @@ lint: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(pytest) --slow $(ARGS)
-	$(pytest) --seed-offset 1 $(ARGS)
+	$(pytest) --seed-offset 1 --judge $(ARGS)
 	$(pytest) --seed-offset 2 $(ARGS)
 	$(VENV)/bin/python tests/mutants.py
 

@@ -75,6 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--order", type=int, metavar="SEED", help="run files, and the tests of each, in an order that the seed draws"
     )
     parser.addoption("--seed-offset", type=int, default=0, help="other random inputs: added to each test's seed")
+    parser.addoption("--judge", action="store_true", help="fail for tests and files that take too many CPU seconds")
     parser.addoption("--times", metavar="FILE", help="write the CPU seconds of each test as json")
     parser.addoption("--promises", action="store_true", help="write which promise is held where: tests/README.md")
     parser.addoption("--supported-models", action="store_true", help="with --slow: write docs/supported-models.md")
@@ -92,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if config.getoption("--slow"):
         os.environ["THOROUGH"] = "1"  # for the cases of ranks
-    config.pluginmanager.register(cpu_time.Times(judge=config.getoption("--slow")), "cpu_time")
+    config.pluginmanager.register(cpu_time.Times(judge=config.getoption("--judge")), "cpu_time")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
