@@ -175,7 +175,7 @@ def _check(
 
 
 def why_no_kernel(x: Tensor, weight: Tensor) -> str | None:
-    """Return why rows like those of ``x`` are normalised in plain PyTorch, or None if a kernel does it."""
+    """Return why plain PyTorch computes with rows like those of ``x`` and a ``weight``, or None if a kernel does it."""
     return _why_no_kernel(x.device, x.dtype, weight.dtype, x.shape[-1])
 
 
@@ -205,7 +205,7 @@ def _gradient_outputs(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 Legend: q [B, Hq, T, d], k [B, Hk, T, d]; cos and sin [B or 1, T, r], r the part of a head that is rotated.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 from lowtide.arguments import check_name, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.graph import Operator, node, schema_of, undisturbed
-from lowtide.head.backends import why_not_row
 from lowtide.kernel_launch import on_device
-from lowtide.layers.norm import GATHER
+from lowtide.layers.norm import GATHER, why_no_kernel
 from lowtide.layers.pairs import PAIRS, Pairs
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
@@ -167,7 +165,7 @@ def _last_beside(x: Tensor) -> Tensor:
 def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
     call = _Call(*args)
     q_out, k_out = _outputs(*args)
-    if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
+    if call.q.numel() == 0 or why_no_kernel(call.cos, call.q) is not None:
         with undisturbed(call.q.device):
             pairs = PAIRS[call.pairs]
             half = pairs.count(call.cos.shape[-1])
@@ -194,16 +192,6 @@ def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
         if out is not filled:  # its last axis is not contiguous, as its input's is not
             out.copy_(filled)
     return q_out, k_out
-
-
-def why_no_kernel(q: Tensor, cos: Tensor) -> str | None:
-    """Return why heads like those of ``q`` are rotated in plain PyTorch, or None if a kernel does it."""
-    return _why_no_kernel(q.device, q.dtype, cos.dtype) or (None if cos.shape[-1] else "there is nothing to rotate")
-
-
-@cache
-def _why_no_kernel(device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype) -> str | None:
-    return why_not_row(device, dtype, 1) or why_not_row(device, table_dtype, 1)
 
 
 def _sides(x: Tensor, half: int, step: int, apart: int) -> tuple[Tensor, Tensor]:

@@ -34,9 +34,8 @@ class Projection(NamedTuple):
     adapter: Adapter | None = None
 
 
-# Where the rows of gate and of up are in one projection [2F, D] of both; empty: they are two projections.
-JOINED: dict[str, Callable[[int], tuple[slice | None, slice | None]]] = {
-    "": lambda _: (None, None),
+# Where the rows of gate and of up are in one projection [2F, D] of both.
+JOINED: dict[str, Callable[[int], tuple[slice, slice]]] = {
     "gate first": lambda F: (slice(0, F), slice(F, 2 * F)),
     "up first": lambda F: (slice(F, 2 * F), slice(0, F)),
     "interleaved": lambda F: (slice(0, 2 * F, 2), slice(1, 2 * F, 2)),
@@ -69,7 +68,7 @@ class SwigluCall(NamedTuple):
     activation: str
     checkpoint_level: int
     tile_tokens: int | None
-    joined: str  # a key of `JOINED`
+    joined: str  # a key of `JOINED`; empty: gate and up are two projections
     packed: Sequence[Tensor]  # of the weights in 4 bits (`lowtide.mlp.packed`)
     forms: str  # of gate, up and down, between commas: the form of a weight in 4 bits
     low_rank_dtype: torch.dtype  # of the operands of the adapters' GEMMs (`lowtide.mlp.low_rank`)
@@ -168,7 +167,7 @@ class SwigluCall(NamedTuple):
         that their memory is freed once nothing else refers to them.
         """
         needs, tiles = self.needs(wanted), self._tiles()
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32  # of sums over tiles
+        wide = torch.promote_types(self.dtype, torch.float32)  # of sums over tiles
         sums = [
             Sum(t, wide if len(tiles) > 1 or t.dim() == 1 or i % 4 > 1 else t.dtype) if flag and t is not None else None
             for i, (t, flag) in enumerate(zip(self.tensors[1:], wanted[1:], strict=True))
@@ -261,7 +260,7 @@ class SwigluCall(NamedTuple):
             Packed.taken(packed, form, self.dtype) if form else weight
             for form, weight in zip(self.forms.split(","), self.tensors[1::4], strict=True)
         ]
-        of_gate, of_up = JOINED[self.joined](self.down_shape[1])
+        of_gate, of_up = JOINED[self.joined](self.down_shape[1]) if self.joined else (None, None)
         places = ((0, of_gate), (0 if self.joined else 1, of_up), (2, None))
         return [_Projection(self, i, weights[i], rows, sums[4 * i : 4 * i + 4]) for i, rows in places]
 

@@ -86,7 +86,7 @@ def combined(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | 
 def _gate_and_up(inner: Inner, rows: slice) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return g and u of some rows, and where each passes a gradient on, which is inside its limits."""
     gate_up, limit = inner.gate_up[rows], inner.form.limit
-    both = gate_up.to(torch.float64 if gate_up.dtype == torch.float64 else torch.float32, copy=True)
+    both = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32), copy=True)
     if inner.bias is not None:
         both += inner.bias[inner.expert[rows].clamp(max=inner.experts - 1)]
     gate_at, up_at = JOINED[inner.form.joined](both.shape[1] // 2)

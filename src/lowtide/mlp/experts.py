@@ -177,7 +177,7 @@ class _Pass:
         ids, self.order, ends = tensors[6:]
         self._experts, self.groups = len(ends), Groups(ends)
         self._ids = ids.long().clamp(max=len(ends)).contiguous()  # [T, K]
-        self.wide = torch.float64 if call.dtype == torch.float64 else torch.float32
+        self.wide = torch.promote_types(call.dtype, torch.float32)
 
     @property
     def gate_up(self) -> Tensor:

@@ -92,7 +92,7 @@ def _forms(module: nn.Module) -> Iterator[Form]:
         [float(value) for key, value in vars(module).items() if word in key and isinstance(value, int | float)]
         for word in ("limit", "alpha")
     )
-    for limit, joined in itertools.product((*limits, math.inf), filter(None, JOINED)):
+    for limit, joined in itertools.product((*limits, math.inf), JOINED):
         for alpha, shift in itertools.product((*alphas, 1.0), (0.0, 1.0)):
             yield Form("silu", limit, alpha, shift, joined)
         yield Form("gelu_tanh", limit, 1.0, 0.0, joined)

@@ -89,9 +89,8 @@ def _formulas(projections: tuple[nn.Linear, ...], x: Tensor) -> Iterator[tuple[t
         return y
 
     for name, act in _ACTIVATIONS.items():
-        for joined in JOINED:
-            if bool(joined) == (len(into) == 1):
-                yield (name, joined), functools.partial(formula, act, joined)
+        for joined in JOINED if len(into) == 1 else ("",):
+            yield (name, joined), functools.partial(formula, act, joined)
 
 
 def _names(mlp: nn.Module) -> tuple[str, ...]:

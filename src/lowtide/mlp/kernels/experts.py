@@ -7,12 +7,12 @@ import math
 
 import triton
 import triton.language as tl
-from torch import Tensor, float64
+from torch import Tensor
 
 from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
 from lowtide.mlp.call import JOINED
 from lowtide.mlp.groups import Inner, Pairs
-from lowtide.mlp.kernels.gated import sigmoid
+from lowtide.mlp.kernels.gated import sigmoid, wide
 
 BLOCK = 1024  # columns
 WARPS = 4
@@ -149,7 +149,7 @@ def combine(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | N
     if out.numel():
         block = min(BLOCK, power_of_2(D))
         _combine[(T, blocks_of(D, block))](
-            rows, pairs.inverse, pairs.ids, factors, bias, out, pairs.experts, K, D, WIDE=_wide(rows), BLOCK=block,
+            rows, pairs.inverse, pairs.ids, factors, bias, out, pairs.experts, K, D, WIDE=wide(rows), BLOCK=block,
             num_warps=WARPS,
         )  # fmt: skip
 
@@ -157,8 +157,6 @@ def combine(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | N
 def _places(inner: Inner, F: int) -> tuple[int, int, int]:
     """Return the columns of the first gate and the first up, and the step from each to the next."""
     gate, up = JOINED[inner.form.joined](F)
-    assert gate is not None
-    assert up is not None
     return gate.start, up.start, gate.step or 1
 
 
@@ -166,9 +164,5 @@ def _constants(inner: Inner, F: int) -> dict[str, object]:
     form = inner.form
     return {
         "ACTIVATION": form.activation, "LIMIT": None if math.isinf(form.limit) else form.limit, "ALPHA": form.alpha,
-        "SHIFT": form.shift, "WIDE": _wide(inner.gate_up), "BLOCK": min(BLOCK, power_of_2(F)), "num_warps": WARPS,
+        "SHIFT": form.shift, "WIDE": wide(inner.gate_up), "BLOCK": min(BLOCK, power_of_2(F)), "num_warps": WARPS,
     }  # fmt: skip
-
-
-def _wide(tensor: Tensor) -> tl.dtype:
-    return tl.float64 if tensor.dtype == float64 else tl.float32

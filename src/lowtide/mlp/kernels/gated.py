@@ -72,7 +72,7 @@ def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
     n = gate.numel()
     if n:
         _gated[(blocks_of(n, BLOCK),)](
-            gate, up, out, n, ACTIVATION=activation, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS
+            gate, up, out, n, ACTIVATION=activation, WIDE=wide(gate), BLOCK=BLOCK, num_warps=WARPS
         )
 
 
@@ -83,11 +83,12 @@ def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *int
     if n:
         _gated_backward[(blocks_of(n, BLOCK),)](
             gate, up, grad, gate if gate_grad is None else gate_grad, up if up_grad is None else up_grad,
-            grad if product is None else product, n, ACTIVATION=activation, WIDE=_wide(gate),
+            grad if product is None else product, n, ACTIVATION=activation, WIDE=wide(gate),
             GATE=gate_grad is not None, UP=up_grad is not None, PRODUCT=product is not None, BLOCK=BLOCK,
             num_warps=WARPS,
         )  # fmt: skip
 
 
-def _wide(tensor: Tensor) -> tl.dtype:
+def wide(tensor: Tensor) -> tl.dtype:
+    """Return the dtype that a kernel computes in."""
     return tl.float64 if tensor.dtype == float64 else tl.float32
