@@ -44,11 +44,11 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_inductor))
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A twelfth of the rows is a chunk however short that is, so that a small test sees the memory of a large call."""
-    from lowtide.head import planner
+    from lowtide.head import plan
     from support import forget_plans
 
-    monkeypatch.setattr(planner, "FEWEST_ROWS", 8)
-    monkeypatch.setattr(planner, "CPU_CHUNK_BYTES", 0)
+    monkeypatch.setattr(plan, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(plan, "CPU_CHUNK_BYTES", 0)
     forget_plans()
     yield
     forget_plans()

@@ -82,7 +82,7 @@ class Operator:
         fake: Callable[..., Any],
         flop: Callable[..., int] | None = None,
     ) -> None:
-        self._compute = compute
+        self.compute = compute
         torch.library.custom_op(f"lowtide::{name}", self._run, mutates_args=(), schema=schema).register_fake(fake)
         self.registered = getattr(torch.ops.lowtide, name).default
         if flop is not None:
@@ -96,7 +96,7 @@ class Operator:
 
     def _run(self, *args: Any) -> Any:
         with torch.no_grad():
-            return self._compute(*args)
+            return self.compute(*args)
 
 
 def flop_of(operator: Any) -> Callable[..., int] | None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import lowtide.head.apply as face
+from lowtide.head import function
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, gradient_buffers
-from lowtide.head.function import chunk
 from lowtide.head.gradients import Gradients
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy, divergence, token_stats
@@ -28,7 +28,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     Float32 has the exponential path (in bfloat16 the interpreter's products are wrong), in that ``schedule``, and
     what it cannot do the row kernels. Buffers for gradients are full of NaN.
     """
-    from lowtide.head.exponentials import loops
+    from lowtide.head.exponentials import losses
     from lowtide.head.kernels import configs, gradient_gemms_hopper, stats_rows
 
     put_entries = stats_rows.put_entries
@@ -97,7 +97,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     patched.setattr(divergence, "plan_both_sides", pair_plans)
     patched.setattr(divergence, "Dense", None)  # nothing else may run
     patched.setattr(face, "plan_head", apply_plan)
-    patched.setattr(chunk, "why_not_row", lambda *_: None)
+    patched.setattr(function, "why_not_row", lambda *_: None)
     for module in (cross_entropy, token_stats, divergence):
         patched.setattr(module, "gradient_buffers", poisoned)
     patched.setattr(Head, "drops_tokens", False)
@@ -110,7 +110,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     patched.setattr(cross_entropy, "ROWS_OF_STEP", CHUNK)
     patched.setattr(gradient_gemms_hopper, "input_grad", skipping_input_grad)
     patched.setattr(gradient_gemms_hopper, "weight_grad", skipping_weight_grad)
-    patched.setattr(loops, "room_for", lambda *_: None)
+    patched.setattr(losses, "room_for", lambda *_: None)
     patched.setattr(configs, "of_device", lambda device: config)
     patched.setattr(stats_rows, "put_entries", each_class_once)
     patched.setattr(Chunks, "input_grad", input_grad)

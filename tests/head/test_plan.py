@@ -12,7 +12,7 @@ from lowtide import HeadOptions, plan_divergence, plan_head
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.options import Backend
-from lowtide.head.planner import MIB
+from lowtide.head.plan import MIB
 from promises import promise
 from support import every_pair
 
@@ -135,6 +135,7 @@ def test_the_automatic_choice_is_sane_on_a_laptop_and_on_a_gpu() -> None:
     assert gpu.scratch_bytes <= 81079 * MIB / 24
     assert gpu.chunk_rows >= 1024
     assert gpu.chunk_rows % 128 == 0
+    assert plan_head(0, 128, 5000, torch.bfloat16, "cuda", reduction="none").chunks == 0
     for rows in (1, 100, 600, 701, 1500):  # that fit: each chunk more is a rounding more of the weight's gradient
         assert plan_head(rows, 128, 5000, torch.bfloat16, "cuda").chunks == 1
 

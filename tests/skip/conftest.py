@@ -28,7 +28,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = 160
         object.__setattr__(found, "chunk_rows", rows)
         object.__setattr__(found, "product_rows", rows)
-        object.__setattr__(found, "kept", args[0].order > 0)
+        object.__setattr__(found, "kept", args[0].remembered is not None)
         object.__setattr__(found, "chunks", -(-found.rows // rows))
         return found
 

@@ -296,7 +296,7 @@ def test_errors_come_near_what_is_accepted(growth: tuple[float, float], rounding
 
 def test_calls_are_dense_where_skipping_does_not_pay() -> None:
     """But for one in many, and from the first ones on, in which the threshold is found; they follow when it pays."""
-    known, skipped = memory.Remembered(5e-3, 0, 4, torch.device("cpu")), []
+    known, skipped = memory.Remembered(5e-3, 4, torch.device("cpu")), []
     for call in range(200):
         skipped.append(known.begin())
         if skipped[-1]:

@@ -11,9 +11,7 @@ from lowtide.arguments import check_dense, check_device, check_flag, check_name,
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import keep_stored, node, run_in_eager, take_stored
 from lowtide.head.call import check_mask, checked_call
-from lowtide.head.function.checks import plan_comparison
-from lowtide.head.function.chunk import FunctionTerms
-from lowtide.head.function.function import UserFunction, compiled, current_autocast, isolated
+from lowtide.head.function import FunctionTerms, UserFunction, compiled, current_autocast, isolated, plan_comparison
 from lowtide.head.gradients import scaled, times
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head

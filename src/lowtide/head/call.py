@@ -62,8 +62,8 @@ class Head(NamedTuple):
     backend: str
     ignored_tokens: str
     skip: float  # the error that the gradients may have: see `HeadOptions`; 0: none
-    order: int  # the number of what is remembered of a weight, where a call skips tiles; 0: it skips none
     ranks: Ranks | Alone  # which share the classes
+    remembered: Any = None  # of the weight, where a call skips tiles
 
     @property
     def wide(self) -> torch.dtype:
@@ -136,27 +136,17 @@ def checked_call(
             input, ranks = ranks.gathered(input)
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         scale = ranks.whole(scale)
-    if options.skip is not None:
-        check_skip(function, ranks)
+    if options.skip is not None and not (function in SKIPPING and ranks.alone):
+        why = "the vocabulary is sharded" if function in SKIPPING else "only the loss and log-probabilities skip tiles"
+        raise UnsupportedError(message("options", "skip=None", "skip above 0", f"In {function}: {why}."))
     if ranks.vocab == 0 and function != "linear_cross_entropy":
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
-    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0, 0
+    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0
     softcap = check_softcap("softcap", softcap)
     return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
-
-
-def check_skip(function: str, ranks: Ranks | Alone) -> None:
-    """Raise where no tiles can be skipped."""
-    reasons = {
-        "only the loss and log-probabilities skip tiles": function not in SKIPPING,
-        "the vocabulary is sharded": not ranks.alone,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedError(message("options", "skip=None", "skip above 0", f"In {function}: {reason}."))
 
 
 def check_head(

@@ -20,8 +20,8 @@ from lowtide.arguments import (
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError, message
 from lowtide.graph import node
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_head, checked_call
-from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions, check_options
+from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.exchange import begin_gather, begin_scattered_sum, classes_of_all_rows
 from lowtide.head.ranks.parallel import exchanges_between_ranks_run_in_eager
 from lowtide.head.ranks.shard import group_of
@@ -163,8 +163,7 @@ def _call(input: Tensor, weight: Tensor, scale: float | Tensor, options: HeadOpt
 def _cross_entropy(call: Call, args: CrossEntropyArgs) -> Tensor:
     head, _, options = call
     recompute = choose_gradient(options, "mean", head.frozen) == "recompute"
-    loss, _ = CROSS_ENTROPY(head, args, recompute=recompute)
-    return loss
+    return CROSS_ENTROPY(head, args, recompute=recompute)["loss"]
 
 
 def _mean_over_positives(call: Call, y: Tensor, mask: Tensor | None) -> Tensor:
@@ -179,7 +178,7 @@ def _mean_over_positives(call: Call, y: Tensor, mask: Tensor | None) -> Tensor:
     some = y != NONE
     first = y.gather(1, some.int().argmax(1, keepdim=True))
     args = TokenStatsArgs(y.where(some, first), "logprob", topk=0, ignore_index=NONE, mask=mask)
-    logprob = TOKEN_STATS(head, args, recompute=True)[TOKEN_STATS.returned.index("logprob")]
+    logprob = TOKEN_STATS(head, args, recompute=True)["logprob"]
     counts = some.sum(1, keepdim=True)
     weights = some.to(logprob.dtype) / counts.clamp(min=1)
     return -(logprob * weights).sum() / (counts > 0).sum()

@@ -1,6 +1,7 @@
 """Cross entropy over the logits of the final linear layer, which are never built."""
 
 import math
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -8,8 +9,8 @@ from torch.nn.functional import pad
 from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real, detached
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.call import CrossEntropyArgs, Head, check_per_token, check_reduction, check_target, checked_call
-from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 
@@ -103,29 +104,24 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
         logit_scale, token_weight, num_items, shift, options, vocab_shard,
     )  # fmt: skip
-    loss, _ = CROSS_ENTROPY(head, args, recompute=recompute)
+    loss = CROSS_ENTROPY(head, args, recompute=recompute)["loss"]
     if reduction == "none":
         loss = loss.view(target.shape)
         loss = loss[..., :-1] if shift else loss
     return head.ranks.result(loss)
 
 
-def mean_and_parts(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, token_weight: Tensor, num_items: Tensor,
-    linear_bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, logit_scale: float | Tensor = 1.0, options: HeadOptions | None = None,
-    vocab_shard: VocabShard | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def mean_and_parts(input: Tensor, linear_weight: Tensor, target: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """Return the mean of `linear_cross_entropy`, and what each token adds to it [...], not differentiable, in one pass.
 
-    The second is times ``num_items``, and weighted by ``token_weight``.
+    The second is times ``num_items``, and weighted by ``token_weight``. ``given`` are its other arguments, all but
+    ``weight``, ``reduction`` and ``shift``.
     """
     head, args, recompute = _checked(
-        input, linear_weight, target, linear_bias, None, "mean", ignore_index, label_smoothing, z_loss, softcap,
-        logit_scale, token_weight, num_items, False, options, vocab_shard,
+        input, linear_weight, target, weight=None, reduction="mean", shift=False, **given
     )  # fmt: skip
-    loss, each = CROSS_ENTROPY(head, args._replace(each=True), recompute=recompute)
-    return head.ranks.result(loss), head.ranks.result(each.view(target.shape))
+    found = CROSS_ENTROPY(head, args._replace(each=True), recompute=recompute)
+    return head.ranks.result(found["loss"]), head.ranks.result(found["each"].view(target.shape))
 
 
 def _checked(

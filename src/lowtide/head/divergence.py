@@ -17,8 +17,8 @@ from lowtide.head.call import (
     check_softcap,
     checked_call,
 )
-from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.divergence import DIVERGENCE
@@ -173,7 +173,7 @@ def linear_divergence(
         teacher_softcap=check_softcap("teacher_softcap", teacher_softcap), teacher_dtype=teacher_dtype, kind=kind,
         beta=beta, tail=tail, reduction=reduction,
     )  # fmt: skip
-    (value,) = DIVERGENCE(head, args, recompute=gradient == "recompute")
+    value = DIVERGENCE(head, args, recompute=gradient == "recompute")["value"]
     return ranks.result(value.view(input.shape[:-1]) if reduction == "none" else value)
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients, stored_dtype
-from lowtide.head.lengths import padded
 from lowtide.head.matmul import clear_beside, matmul_into, narrow_in_place, narrow_view, slices
-from lowtide.head.plan import HeadPlan
-from lowtide.head.rows import Rows, take_rows
+from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.rows import Rows
 
 BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to
 
@@ -125,10 +124,7 @@ class Chunks:
         head, kept = self.head, self.rows.kept
         if part.start == part.stop:
             return head.input.new_empty(0, head.input.shape[-1], dtype=head.dtype)
-        if head.ranks.alone:
-            x_CD = take_rows(head.input, self.rows.index, part, head.dtype)
-        else:
-            x_CD = head.ranks.begin_rows(head.input, self.rows.index, part, head.dtype).get()
+        x_CD = head.ranks.begin_rows(head.input, self.rows.index, part, head.dtype).get()
         return x_CD if kept is None else x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:

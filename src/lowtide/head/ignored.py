@@ -17,7 +17,6 @@ from torch import Tensor
 from lowtide.graph import watched
 from lowtide.head.backends import skips_ignored
 from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs
-from lowtide.head.host_numbers import host_memory, sent
 
 LEAST = 0.05  # the share of ignored tokens from which skipping them is faster
 AFTER = 4  # calls
@@ -55,6 +54,22 @@ def share_of(kept_N: Tensor) -> Callable[[], float]:
         return 1 - int(number) / N
 
     return wait
+
+
+def host_memory(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return memory on the host that a device writes to, whatever mode the first call runs in."""
+    with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def sent(x: Tensor, to: Tensor) -> Callable[[], None]:
+    """Begin to copy numbers to the host; return what waits until they are there."""
+    to.copy_(x, non_blocking=True)
+    if not x.is_cuda:
+        return lambda: None
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(x.device))
+    return arrived.synchronize
 
 
 _known: dict[tuple[Any, ...], IgnoredShares] = {}

@@ -2,6 +2,10 @@
 
 A function is a record: what it gets beside the head, the values that it returns, the numbers that backward needs, and
 two implementations. Its operators, their fakes and FLOP counts, and its two autograd nodes are made from that here.
+
+Of stored gradients a scalar loss's upstream one is one factor; with a value for each token and a frozen head, one
+factor for each row of the input's. Those of float16 are stored in float32: divided by N, before a GradScaler's factor
+is known, they would sink below float16's smallest numbers.
 """
 
 import math
@@ -16,24 +20,27 @@ from torch import Tensor
 from lowtide.graph import (
     Operator,
     is_last_backward,
+    keep_stored,
     node,
     schema_of,
+    take_stored,
     tensor_fields,
     undisturbed,
 )
 from lowtide.head.call import Head, Wanted
-from lowtide.head.choice import check_backend, skipping
-from lowtide.head.gradients import Gradients
+from lowtide.head.gradients import Gradients, scaled, stored_dtype
 from lowtide.head.ignored import decided, kept_tokens
-from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
-from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
+from lowtide.head.plan import check_backend, skipping
+from lowtide.head.ranks.parallel import Alone, exchanges_between_ranks_run_in_eager
 
 Values = dict[str, Tensor]
+Shape = tuple[tuple[int, ...], torch.dtype]
+NOTHING = (0,)  # the shape of what was not requested
 _IGNORED = Head._fields.index("ignored_tokens")
-_ORDER = Head._fields.index("order")
 _HEAD = Head._fields.index("ranks")  # what operators take of it: what stands before
 assert Head._fields[:3] == ("input", "weight_VD", "bias_V")  # whose gradients `node` takes for the first
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
+STORED = 6  # tensors: see `stored_shapes`
 
 
 @dataclass(eq=False)
@@ -57,74 +64,75 @@ class Function:
     def __post_init__(self) -> None:
         self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
         self.arguments = _HEAD + len(self.args._fields)
+        self.tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(self.args)))
+        self.reduction = _HEAD + self.args._fields.index("reduction") if "reduction" in self.args._fields else None
         call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {_WANTED}"
         several = ", ".join(["Tensor"] * (len(self.names) + STORED))
         given = [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
-        self.run = self._operator(self.name, f"({call}, bool keep) -> ({several})", self.compute)
         backward = f"({call}, {', '.join(given)}) -> (Tensor, Tensor, Tensor)"
-        self.run_backward = self._operator(f"{self.name}_backward", backward, self.compute_gradients)
-        self.stored, self.recomputed = _nodes(self)
+        self.ahead = self._operator(self.name, f"({call}, bool keep) -> ({several})", self.compute)
+        self.back = self._operator(f"{self.name}_backward", backward, self.compute_gradients)
+        self.stored = node("Stored", self.public, self._store, self._multiply)
+        self.recomputed = node("Recomputed", self.public, self._save, self._recompute)
 
-    def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-        """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
-        operator = Operator(name, schema, compute, partial(compute, real=False), self._flop)
+    def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Operator:
+        return Operator(name, schema, compute, partial(compute, real=False), self._flop)
 
-        reduction = self.args._fields.index("reduction") + _HEAD if "reduction" in self.args._fields else None
-
-        def run(ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
-            after = None
-            if fields[_IGNORED] == "auto":
-                kind = name, self.args, None if reduction is None else fields[reduction]
-                tensors = (*fields[:2], fields[_HEAD])
-                way, after = decided(kind, tensors, partial(self._kept, fields), alone=ranks is None)
-                fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
-            by_operator = ranks is None and not fields[_ORDER]  # what is remembered of a weight is no operand
-            found: tuple[Tensor, ...] = operator(*fields) if by_operator else compute(*fields, ranks=ranks)
-            if after is not None:
-                after()
-            return found
-
-        return run
-
-    def _kept(self, fields: Sequence[Any]) -> Tensor:
-        head, args, _ = self._split(fields)
-        given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
-        return kept_tokens(args, given[: len(self.upstream)] if len(given) > 1 else (), head.tokens)
-
-    def __call__(self, head: Head, args: Any, *, recompute: bool) -> tuple[Tensor, ...]:
+    def __call__(self, head: Head, args: Any, *, recompute: bool) -> Values:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
 
         With ``recompute`` backward recomputes the logits, else forward stores the gradients. Exchanges between ranks
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
         check_backend(head, args)
+        connect = self._connected
         if (head.skip or not head.ranks.alone) and torch.compiler.is_compiling():
-            return exchanges_between_ranks_run_in_eager(self._connected, head, args, recompute)
-        return self._connected(head, args, recompute)
+            connect = partial(exchanges_between_ranks_run_in_eager, connect)
+        return dict(zip(self.returned, connect(head, args, recompute), strict=False))
 
     def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
-        trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
-        if head.skip and trained and torch.is_grad_enabled():
+        wanted = [tensor is not None and tensor.requires_grad for tensor in head[:3]]
+        trained = torch.is_grad_enabled() and any(wanted)
+        if head.skip and trained:
             head = skipping().begin(head)
-        fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
-        if not (torch.is_grad_enabled() and trained):
-            return self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
+        fields: tuple[Any, ...] = (*head[:_HEAD], *args)
+        objects = None if head.ranks.alone and head.remembered is None else head[_HEAD:]
+        if not trained:
+            return self._run(self.ahead, objects, (*fields, False, False, False, False))
         if recompute:
-            return self.recomputed.apply(*fields, ranks)  # type: ignore[no-any-return]
+            return self.recomputed.apply(*fields, objects)  # type: ignore[no-any-return, no-untyped-call]
         found = None
         if not torch.compiler.is_compiling():  # the GPU begins before autograd has made its node
-            wanted = [tensor is not None and tensor.requires_grad for tensor in head[:3]]
             with torch.no_grad():
-                found = self.run(ranks, (*fields, *wanted, False))
-        return self.stored.apply(*fields, ranks, found)  # type: ignore[no-any-return]
+                found = self._run(self.ahead, objects, (*fields, *wanted, False))
+        return self.stored.apply(*fields, objects, found)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _split(self, fields: Sequence[Any], ranks: Ranks | None = None) -> tuple[Head, Any, Wanted]:
-        head = Head(*(*fields[:_HEAD], Alone(fields[1].shape[0]) if ranks is None else ranks))
+    def _run(self, operator: Operator, objects: Any, fields: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return what an operator computes from the fields; with ``objects`` beside these by no operator."""
+        after = None
+        if fields[_IGNORED] == "auto":
+            kind = operator, self.args, None if self.reduction is None else fields[self.reduction]
+            tensors = (*fields[:2], fields[_HEAD])
+            way, after = decided(kind, tensors, partial(self._kept, fields), alone=objects is None)
+            fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
+        found: tuple[Tensor, ...]
+        found = operator(*fields) if objects is None else operator.compute(*fields, objects=objects)
+        if after is not None:
+            after()
+        return found
+
+    def _kept(self, fields: Sequence[Any]) -> Tensor:
+        head, args, _ = self._split(fields)
+        given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
+        return kept_tokens(args, given[: len(self.upstream)] if len(given) > 1 else (), head.tokens)
+
+    def _split(self, fields: Sequence[Any], objects: Any = None) -> tuple[Head, Any, Wanted]:
+        head = Head(*fields[:_HEAD], *(objects or [Alone(fields[1].shape[0])]))
         return head, self.args(*fields[_HEAD : self.arguments]), Wanted(*fields[self.arguments : self.arguments + 3])
 
-    def compute(self, *fields: Any, ranks: Ranks | None = None, real: bool = True) -> tuple[Tensor, ...]:
+    def compute(self, *fields: Any, objects: Any = None, real: bool = True) -> tuple[Tensor, ...]:
         """Return all values and stored gradients; what is not computed is empty, and but for ``real`` all is."""
-        head, args, wanted = self._split(fields, ranks)
+        head, args, wanted = self._split(fields, objects)
         keep_known, found = fields[-1], Values()
         if real:
             with torch.no_grad(), undisturbed(head.input.device):
@@ -134,9 +142,9 @@ class Function:
         shapes = {name: shapes[name] for name in self.names}
         return _filled(head, shapes | stored_shapes(head, wanted, per_token=per_token, ignores=ignores), found)
 
-    def compute_gradients(self, *fields: Any, ranks: Ranks | None = None, real: bool = True) -> tuple[Tensor, ...]:
+    def compute_gradients(self, *fields: Any, objects: Any = None, real: bool = True) -> tuple[Tensor, ...]:
         """Return the gradients of input, weight and bias, in the shapes and dtypes of these, the bias's wide."""
-        head, args, wanted = self._split(fields, ranks)
+        head, args, wanted = self._split(fields, objects)
         given, found = fields[self.arguments + 3 :], Values()
         upstream = dict(zip(self.upstream, given, strict=False))
         known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
@@ -150,6 +158,67 @@ class Function:
         own = head_flop(head.input, head.weight_VD, wanted) if self.flop is None else self.flop(head, args, wanted)
         return own + self.beside(args)
 
+    # Both nodes get the fields of both records, then what no operator takes; the first also what the pass found.
+
+    def _store(self, ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *fields, objects, given = args
+        found: tuple[Tensor, ...] = given or self._run(self.ahead, objects, (*fields, *ctx.needs_input_grad[:3], False))
+        keep_stored(ctx, found[len(self.names) :], fields[:3])
+        N = math.prod(fields[0].shape[:-1])
+        ctx.no_tokens, ctx.dtypes = not N, [None if x is None else x.dtype for x in fields[:3]]
+        return self._returned(ctx, found)
+
+    def _multiply(self, ctx: Any, upstream: Tensor, *_: Any) -> tuple[list[Tensor | None], Sequence[Tensor | None]]:
+        """Return the stored gradients times the upstream one, a scalar or [N], and what else they depend on."""
+        stored, sources, in_place = take_stored(ctx, self.public)
+        dx, dw, db, input_factor, kept_tokens, kept_any = stored
+        per_token, ignores = upstream.dim() == 1, kept_any.dim() == 0
+        if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
+            upstream = torch.zeros_like(upstream)
+        grads: list[Tensor | None] = [None, None, None]
+        if ctx.needs_input_grad[0]:
+            factor = upstream * input_factor if input_factor.numel() else upstream
+            grad = scaled(dx, factor, in_place, kept_tokens if ignores else None)
+            if per_token:  # nor does a NaN get out where nothing flows back
+                grad.masked_fill_((factor == 0).view(*dx.shape[:-1], 1), 0)
+            grads[0] = grad.to(ctx.dtypes[0])
+        of_all = upstream.where(kept_any, 0) if ignores else upstream
+        if ctx.needs_input_grad[1]:
+            grads[1] = scaled(dw, of_all, in_place).to(ctx.dtypes[1])
+        if ctx.needs_input_grad[2]:
+            grads[2] = (db * of_all).to(ctx.dtypes[2])
+        return grads, sources
+
+    def _save(self, ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *fields, objects = args
+        found = self._run(self.ahead, objects, (*fields, False, False, False, True))
+        # what is returned is copied: the caller may write to it
+        known = ((self.names.index(name), name in self.returned) for name in self.known)
+        numbers = [found[i].clone() if is_returned else found[i] for i, is_returned in known]
+        fixed = len(numbers) - len(self.sized)
+        # as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
+        ctx.sized = numbers[fixed:]
+        ctx.save_for_backward(*(fields[i] for i in self.tensors), *numbers[:fixed])
+        ctx.objects, ctx.scalars = objects, [None if i in self.tensors else field for i, field in enumerate(fields)]
+        return self._returned(ctx, found)
+
+    def _returned(self, ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        returned = found[: len(self.returned)]
+        ctx.mark_non_differentiable(*returned[len(self.upstream) :])
+        return returned
+
+    def _recompute(self, ctx: Any, *upstream: Tensor | None) -> Any:
+        fields, saved, wanted = list(ctx.scalars), ctx.saved_tensors, ctx.needs_input_grad[:3]
+        for i, tensor in zip(self.tensors, saved, strict=False):
+            fields[i] = tensor
+        known = *saved[len(self.tensors) :], *ctx.sized
+        if is_last_backward():
+            ctx.sized = []
+        grads = self._run(self.back, ctx.objects, (*fields, *wanted, *upstream[: len(self.upstream)], *known))
+        dtypes = [None if x is None else x.dtype for x in fields[:3]]
+        found = zip(grads, dtypes, wanted, strict=True)  # the bias's is wide
+        return [grad.to(dtype) if flag else None for grad, dtype, flag in found], fields[:3]
+
 
 def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ()) -> int:
     """Return the FLOP of one product for the logits, and one for each gradient that is ``wanted`` of the two."""
@@ -162,47 +231,49 @@ def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor
     return tuple([found[name] if name in found else new(size, dtype=dtype) for name, (size, dtype) in shapes.items()])
 
 
-def _nodes(function: Function) -> tuple[Any, Any]:
-    """Return the two nodes of a function: one stores the gradients in forward, one recomputes the logits in backward.
+def gradient_shapes(head: Head, wanted: Wanted, *, stored: bool = False) -> dict[str, Shape]:
+    """Return the gradients' shapes, those of what they belong to, and dtypes; the bias's is wide."""
+    x, w = head.input, head.weight_VD
+    of_input, of_weight = (stored_dtype(t.dtype) if stored else t.dtype for t in (x, w))
+    return {
+        "input_grad": (x.shape if wanted.input else NOTHING, of_input),
+        "weight_grad": (w.shape if wanted.weight else NOTHING, of_weight),
+        "bias_grad": (w.shape[:1] if wanted.bias else NOTHING, head.wide),
+    }
 
-    Both get the fields of both records, then the ranks; the first also what the pass found, None before it.
-    """
-    tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(function.args)))
-    returned, known = len(function.returned), tuple(map(function.names.index, function.known))
-    fixed = len(known) - len(function.sized)
 
-    def store(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *fields, ranks, given = args
-        found: tuple[Tensor, ...] = given or function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
-        keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
-        ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
-        return found[:returned]
+def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool, ignores: bool) -> dict[str, Shape]:
+    """Return what forward stores, in this order; ``ignores``: whether tokens can be left out."""
+    N = (head.tokens,)
+    return gradient_shapes(head, wanted, stored=True) | {
+        # with a value for each token: what each row of the first is still to be multiplied with
+        "input_factor": (N if per_token and wanted.input else NOTHING, head.wide),
+        # which of the hidden states here count, and whether any token does, here or on another rank that holds classes
+        "kept_tokens": (N if ignores else NOTHING, torch.bool),
+        "kept_any": (() if ignores else NOTHING, torch.bool),
+    }
 
-    def save(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *fields, ranks = args
-        found = function.run(ranks, (*fields, False, False, False, True))
-        # what is returned is copied: the caller may write to it
-        numbers = [found[i].clone() if i < returned else found[i] for i in known]
-        # as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
-        ctx.sized = numbers[fixed:]
-        ctx.save_for_backward(*(fields[i] for i in tensors), *numbers[:fixed])
-        ctx.ranks, ctx.scalars = ranks, [None if i in tensors else field for i, field in enumerate(fields)]
-        ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
-        return found[:returned]
 
-    def recompute(ctx: Any, *upstream: Tensor | None) -> Any:
-        fields, saved = list(ctx.scalars), ctx.saved_tensors
-        for i, tensor in zip(tensors, saved, strict=False):
-            fields[i] = tensor
-        wanted = ctx.needs_input_grad[:3]
-        args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :], *ctx.sized)
-        if is_last_backward():
-            ctx.sized = []
-        dx, dw, db = function.run_backward(ctx.ranks, args)
-        trained = fields[:3]
-        db = db if trained[2] is None else db.to(trained[2].dtype)
-        return [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)], trained
+def found_gradients(head: Head, into: Gradients, *, stored: bool = False) -> dict[str, Tensor]:
+    """Return gradients in the shapes and dtypes of `gradient_shapes`."""
+    shapes = gradient_shapes(head, Wanted(True, True, True), stored=stored)
+    found = zip(shapes.items(), (into.input_ND, into.weight_VD, into.bias_V), strict=True)
+    # no view without need: one shares its memory, and autograd adds to another gradient's only where nothing does
+    kept = {
+        name: (x if x.shape == shape else x.view(shape), dtype) for (name, (shape, dtype)), x in found if x is not None
+    }
+    return {name: x.to(dtype) for name, (x, dtype) in kept.items()}
 
-    public = function.public
-    stored = node("Stored", public, store, lambda ctx, upstream, *_: multiplied(ctx, upstream, public))
-    return stored, node("Recomputed", public, save, recompute)
+
+def stored_gradients(
+    head: Head,
+    into: Gradients,
+    *,
+    input_factor_N: Tensor | None,  # with a value for each token: each one's factor
+    kept: tuple[Tensor, Tensor] | None,  # the last of `stored_shapes`: other tokens' gradients are 0 in any case
+) -> dict[str, Tensor]:
+    """Return what `stored_shapes` names, as far as it is known."""
+    stored = found_gradients(head, into, stored=True)
+    if input_factor_N is not None and into.input_ND is not None:
+        stored["input_factor"] = input_factor_N
+    return stored if kept is None else stored | {"kept_tokens": kept[0], "kept_any": kept[1]}

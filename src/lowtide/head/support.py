@@ -76,7 +76,7 @@ def _stats(
     else:
         ids = support.reshape(N, support.shape[-1])
         args = SupportArgs(target=y, ids=ids, want=",".join(sorted(names)), ignore_index=ignore_index)
-        stats = dict(zip(SUPPORT.returned, SUPPORT(head, args, recompute=True), strict=True))
+        stats = SUPPORT(head, args, recompute=True)
     shapes = {} if target is None else dict.fromkeys(("logprob", "is_top1"), target.shape)
     wanted = names | {"outside"} if target is not None else names
     return {
@@ -121,7 +121,7 @@ def _one_set(head: Head, y: Tensor, names: frozenset[str], ignore_index: int, su
     y_slot = at.where(inside, _IGNORED).where(is_class | ~valid, len(ids)).where(valid, _IGNORED)
     args = TokenStatsArgs(target=y_slot, want=",".join(sorted(names)), topk=0, ignore_index=_IGNORED, mask=mask)
     small = head._replace(weight_VD=weight, bias_V=bias, ranks=Alone(len(ids)))
-    stats = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(small, args, recompute=True), strict=True))
+    stats = TOKEN_STATS(small, args, recompute=True)
     outside = valid & is_class & ~inside
     of_outside = torch.where(stats["lse"].detach().isnan(), torch.nan, -torch.inf)[:, None]
     stats |= {"logprob": torch.where(outside, of_outside, stats["logprob"]), "argmax": ids.take(stats["argmax"])}

@@ -10,8 +10,8 @@ from torch import Tensor
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
-from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.support import check_support, support_stats
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
@@ -233,12 +233,12 @@ def _token_stats(
         # a token's log-probability is minus its cross entropy, which has more backends; 0 - x leaves no -0.0
         of_loss = CrossEntropyArgs(target.long(), reduction="none", ignore_index=ignore_index)
         recompute = choose_gradient(options, "none", head.frozen and ranks.alone) == "recompute"
-        loss, _ = CROSS_ENTROPY(head, of_loss, recompute=recompute)
+        loss = CROSS_ENTROPY(head, of_loss, recompute=recompute)["loss"]
         return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))
     N = math.prod(leading)
     y_NK = head.input.new_zeros((N, 0), dtype=torch.long) if target is None else target.long().reshape(N, K)
     args = TokenStatsArgs(target=y_NK, want=",".join(sorted(names)), topk=topk, ignore_index=ignore_index)
-    found = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(head, args, recompute=True), strict=True))
+    found = TOKEN_STATS(head, args, recompute=True)
     shapes = {} if target is None else dict.fromkeys(OF_TARGETS, target.shape)
     fields: dict[str, Any] = {}
     for name in (*names - {"topk"}, *(("topk_values", "topk_ids") if "topk" in names else ())):

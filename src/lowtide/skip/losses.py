@@ -13,23 +13,21 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.exponentials.loops import Piece, aligned_rows
-from lowtide.head.exponentials.losses import CrossEntropy
+from lowtide.head.exponentials.losses import CrossEntropy, Piece
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_logits import ExpRows, Listed
 from lowtide.head.kernels.gemm import tiles_across
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
-from lowtide.head.lengths import padded
 from lowtide.head.matmul import matmul_into
-from lowtide.head.plan import HeadPlan
+from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.skip.choice import choose, save_tiles, sizes_of_tiles, take_tiles
 from lowtide.skip.comparison import Comparison
 from lowtide.skip.kernels import gemms_hopper, lists, ordered
 from lowtide.skip.kernels.ordered import COLUMNS
-from lowtide.skip.memory import numbered
+from lowtide.skip.memory import Remembered
 
 
 class TiledCrossEntropy(CrossEntropy):
@@ -37,7 +35,7 @@ class TiledCrossEntropy(CrossEntropy):
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan, order: Tensor | None = None) -> None:
         """``order``: of the classes, where forward took another than the present one."""
-        self.remembered = numbered(head.order)
+        self.remembered: Remembered = head.remembered
         self.order = self.remembered.order if order is None else order
         (V, D), q, new = head.weight_VD.shape, loss.class_weight, head.input.new_empty
         self._weight_dtype = head.weight_VD.dtype
@@ -160,21 +158,19 @@ class TiledCrossEntropy(CrossEntropy):
             self._shared_PD = self._new(*self.mean_PD.shape)
         matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=not first)
 
-    def _put_even(self, *, add: bool) -> bool:
+    def _put_even(self, into: Gradients, *, add: bool) -> bool:  # noqa: ARG002
         return add  # at the end, when the weight's gradient has been compared
 
     def recompute(self, into: Gradients) -> None:
         """Add up the gradients, with a chunk's E over the whole vocabulary in memory."""
         (V, D), index, known = self.weight_VD.shape, self.index, self.known
         assert index is not None
-        pieces = self.pieces(self.plan.chunk_rows, self.plan.chunk_rows)
-        longest = max((piece.at.stop for piece in pieces), default=0)
+        longest = min(self.plan.chunk_rows, self.plan.rows)
         new = self.weight_VD.new_empty
         e, scaled = new(longest, padded(V)), new(longest, D).zero_()
         self._begin(longest, e)
-        for piece in self.in_stages(pieces, self.begin):
-            piece.x_CD, used = aligned_rows(piece.x_CD.get(), self.head.dtype), self.used(piece.part)
-            C = len(piece.x_CD)
+        for piece in self.chunks(longest):
+            C, used = len(piece.x_CD), self.used(piece.part)
             e_CV, scaled_CD = e[:C, :V], scaled[:C]
             self.prepare(piece, scaled_CD)
             reference, entry, s, rest = piece.rows
@@ -194,7 +190,7 @@ class TiledCrossEntropy(CrossEntropy):
                 self.weight_product(piece.part, e_CV, scaled_CD, into.weight_VD, add=piece.part.start > 0)
 
     def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
-        """See `RowLosses.exponentials`."""
+        """See `CrossEntropy.exponentials`."""
         if self._listed is None or not self.hopper:
             super().exponentials(piece, w_VD, e_CV, rows)
         else:
@@ -206,7 +202,7 @@ class TiledCrossEntropy(CrossEntropy):
         errors = None
         if self._comparison is not None:
             errors = self._comparison.errors(into.input_ND, into.weight_VD, self._shared_PD, self._tile_sizes)
-        super()._put_even(add=True)
+        super()._put_even(into, add=True)
         classes = self.order[1:].long()
         if self._seen is not None:
             seen = self._seen.nan_to_num(0, 0, 0).clamp(min=0)

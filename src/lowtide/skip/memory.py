@@ -7,15 +7,13 @@ tiles a call kept it reads AFTER calls later, when the number has arrived long a
 
 import math
 from collections.abc import Callable, MutableMapping
-from itertools import count
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.head.host_numbers import host_memory, sent
+from lowtide.head.ignored import host_memory, sent
 
 FIRST = 0.012  # the first threshold, over the error that is accepted
 NEAR = 0.92  # of what is accepted, what is aimed at
@@ -65,11 +63,11 @@ class Remembered:
 
     reported: Tensor  # float32 [3] of the last pass: see `choice.choose`
 
-    def __init__(self, accepted: float, number: int, V: int, device: torch.device) -> None:
+    def __init__(self, accepted: float, V: int, device: torch.device) -> None:
         self.order = torch.arange(-1, V, dtype=torch.int32, device=device)  # V, and the classes in order
         self.order[0] = V
         self.probabilities: Tensor | None = None  # float32 [V]: the mean of tokens'
-        self.accepted, self.number = accepted, number
+        self.accepted = accepted
         self.calls = self.skipped = 0  # calls, and those that skipped
         self.passes = 0  # that skipped: several calls may come before the backward pass of each
         self.threshold = torch.full((1,), FIRST * accepted, dtype=torch.float32, device=device)
@@ -160,16 +158,14 @@ def adapted(threshold: Tensor, grows: Tensor, errors: Tensor, lost: Tensor, acce
 
 # of each leaf: what is remembered by the place of a weight in it
 _remembered: MutableMapping[Tensor, dict[tuple[object, ...], Remembered]] = WeakTensorKeyDictionary()
-_by_number: WeakValueDictionary[int, Remembered] = WeakValueDictionary()
-_numbers = count(1)
 
 
 def remembered_of(weight: Tensor, accepted: float) -> Remembered:
     """Return what is remembered of a weight, made at the first call."""
     known = known_of(weight)
     if known is None:
-        known = Remembered(accepted, next(_numbers), len(weight), weight.device)
-        _remembered.setdefault(leaf_of(weight), {})[_place(weight)] = _by_number[known.number] = known
+        known = Remembered(accepted, len(weight), weight.device)
+        _remembered.setdefault(leaf_of(weight), {})[_place(weight)] = known
     known.accept(accepted)
     return known
 
@@ -187,8 +183,3 @@ def leaf_of(weight: Tensor) -> Tensor:
 
 def _place(weight: Tensor) -> tuple[object, ...]:
     return weight.device, weight.shape, weight.stride(), weight.storage_offset()
-
-
-def numbered(number: int) -> Remembered:
-    """Return the one of this number: operators take no objects."""
-    return _by_number[number]

@@ -8,7 +8,7 @@ from lowtide.head.backends import skips_ignored
 from lowtide.head.call import Head
 from lowtide.head.rows import Rows
 from lowtide.skip.losses import TiledCrossEntropy
-from lowtide.skip.memory import leaf_of, numbered, remembered_of
+from lowtide.skip.memory import leaf_of, remembered_of
 from lowtide.skip.order import rows_by_target
 
 __all__ = ["OPERANDS", "TiledCrossEntropy", "begin", "sorted_rows"]
@@ -17,7 +17,7 @@ OPERANDS = torch.bfloat16
 
 
 def begin(head: Head) -> Head:
-    """Begin a call; return its head, with the number of what is remembered of its weight where it skips tiles."""
+    """Begin a call; return its head, with what is remembered of its weight where it skips tiles."""
     reasons = {
         "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": (
             not skips_ignored(head.input.device)
@@ -35,7 +35,7 @@ def begin(head: Head) -> Head:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return head
     known = remembered_of(head.weight_VD, head.skip)
-    return head._replace(order=known.number, ignored_tokens="skip") if known.begin() else head
+    return head._replace(remembered=known, ignored_tokens="skip") if known.begin() else head
 
 
 def sorted_rows(
@@ -45,5 +45,5 @@ def sorted_rows(
 
     ``order``: of the classes, which forward has saved for backward; None: in forward.
     """
-    order = numbered(head.order).order if order is None else order
+    order = head.remembered.order if order is None else order
     return rows_by_target(rows, y_N, unit_N, order, chunk_rows)

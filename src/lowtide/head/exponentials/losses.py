@@ -2,79 +2,217 @@
 
 The GEMM that would write logits z writes E = exp(z - t) instead, t the target's logit, and its row sums r. Then
 loss = log1p(r), and with s = g / (1 + r) and E_y = -r the gradients are dX = diag(s) (E W) and dW = E^T (diag(s) X):
-see `kernels.exp_rows` for all the options and for ranks that each have some of the classes, and docs/algorithm.md for
-the reasons.
+see `kernels.exp_rows` for all the options, and docs/algorithm.md for the reasons. Ranks that share a vocabulary do the
+same in `sharded`.
 
 Two schedules: with a chunk's E over the whole vocabulary, three GEMMs (6NDV operations); or row sums first, and E
 recomputed in blocks of the vocabulary, four (8NDV), where memory is too short for chunks of enough rows, or where the
-upstream gradient is known in backward only. Names: n rows, C rows of a piece, D hidden size, V classes of this rank.
+upstream gradient is known in backward only. Names: n rows, C rows of a chunk, D hidden size, V classes, B of a block.
+
+Label smoothing's part of the gradients is the same for every row, ``- m g (a / V) q_v`` in the entry of class v: m the
+logit scale, g the row's factor, a the smoothing, q the class weights. It stays out of the wide GEMMs: dW has the outer
+product of q with the sum of all hidden states times their factors; in dX it is a part of each row's end.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.exponentials.even import Even
-from lowtide.head.exponentials.loops import Piece
-from lowtide.head.exponentials.row_losses import RowLosses
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import exp_rows, gradient_gemms_hopper
-from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.exp_terms import finish_input_grad
-from lowtide.head.kernels.input_rows_hopper import InputRows
-from lowtide.head.lengths import padded
-from lowtide.head.matmul import slices
-from lowtide.head.plan import HeadPlan
+from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
+from lowtide.head.kernels.elementwise import take_counted
+from lowtide.head.kernels.exp_logits import NOT_STORED, ExpRows, Stored, exp_tile, shifted_exp_logits
+from lowtide.head.kernels.exp_rows import Reports
+from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
+from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles, tiles_across
+from lowtide.head.kernels.gradient_gemms_hopper import room_for
+from lowtide.head.kernels.hopper import COLUMNS
+from lowtide.head.kernels.input_rows_hopper import InputRows, Room
+from lowtide.head.matmul import matmul_into, slices
+from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.rows import Rows, rows_are_aligned, take_rows
 from lowtide.head.terms.loss import Loss, RowFactors
 
 
-class CrossEntropy(RowLosses):
-    """A loss in either direction, its token weights left out; rows are in the order of ``ranks.order(plan)``."""
+@dataclass(kw_only=True)
+class Piece:
+    """The rows of a chunk; where ranks share the vocabulary, some of them."""
+
+    part: slice  # among the n rows
+    at: slice  # among the chunk's
+    x_CD: Any = None  # hidden states; across ranks an exchange until they are needed
+    y_C: Any = None  # int32 row of this rank's weight, more where another rank has the class, -1 where ignored
+    rows: Any = None  # Reports
+    sums: Any = None  # of each row's E, in parts
+
+
+class Exponentials:
+    """A head in one direction of a call: what its chunks share."""
+
+    def __init__(self, head: Head, plan: HeadPlan, rows: Rows) -> None:
+        self.head, self.plan, self.index, self.count = head, plan, rows.index, rows.count
+        self.weight_VD = aligned_rows(head.weight_VD, head.dtype)
+        self.width = len(self.weight_VD)
+        assert not isinstance(head.softcap, Tensor)
+        self.softcap, self.transform = head.softcap, LogitTransform(head.bias_V, head.scale, head.softcap)
+        self.config = configs.of_device(head.input.device)
+        self.tiles = tiles_across(self.width, self.config)
+        self._x: Tensor | None = None  # memory for a chunk's hidden states where they are gathered; s x takes its place
+        self._product: Tensor | None = None  # and for its E W
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
+
+    def hidden(self, part: slice) -> Tensor:
+        """Return hidden states [C, D] as TMA takes them."""
+        if self.index is None or self.count is None:
+            return aligned_rows(take_rows(self.head.input, self.index, part, self.head.dtype), self.head.dtype)
+        C, D = part.stop - part.start, self.weight_VD.shape[1]
+        x_CD = self.weight_VD.new_empty(C, D) if self._x is None else self._x[:C]
+        take_counted(self.head.input, self.index[part], self.used(part), x_CD)
+        return x_CD
+
+    def chunks(self, rows: int) -> Iterator[Piece]:
+        """Yield all rows, so many at a time, with their hidden states."""
+        for part in slices(self.plan.rows, rows):
+            yield Piece(part=part, at=slice(0, part.stop - part.start), x_CD=self.hidden(part))
+
+    def used(self, part: slice) -> Used:
+        """Return how many of these rows the kernels compute."""
+        return ALL if self.count is None else Used(self.count, part.start)
+
+    @cached_property
+    def room(self) -> Room:
+        """Return where tiles of E W meet: no more than their product in float32 takes, or in blocks half of that."""
+        rows = self.plan.product_rows // (1 if self.plan.schedule == "chunks" else 2)
+        return room_for(self.head.input.device, rows * self.weight_VD.shape[1])
+
+    def input_product(self, part: slice, e_CB: Tensor, w_BD: Tensor, out_CD: Tensor, *, add: bool) -> None:
+        """Write ``E W`` (float32, contiguous) or add it; rows that are not used are left as they are."""
+        if self.count is None:
+            matmul_into(e_CB, w_BD, out_CD, add=add)
+        else:
+            ends = InputRows(out_CD, out_CD.stride(0), before=out_CD if add else None)
+            gradient_gemms_hopper.input_grad(e_CB, w_BD, ends, self.room, self.used(part))
+
+    def weight_product(self, part: slice, e_CB: Tensor, scaled_CD: Tensor, out_BD: Tensor, *, add: bool) -> None:
+        """Write ``E^T S`` or add it, over the rows that are used."""
+        if self.count is None:
+            matmul_into(e_CB.t(), scaled_CD, out_BD, add=add)
+        else:
+            gradient_gemms_hopper.weight_grad(e_CB, scaled_CD, out_BD, self.used(part), add=add)
+
+    def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
+        """Take up a chunk: return the s [C] of its rows, and write s x into ``scaled_CD`` where given."""
+        raise NotImplementedError
+
+    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
+        """Write the gradient of the logits over each row's s, of the classes from ``first_class`` on."""
+        raise NotImplementedError
+
+    def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
+        """Write the input's gradient, given the product [C, D] (float32) of all entries and the weight.
+
+        Each row to its place ``to_C`` in ``out``; None: in order.
+        """
+        raise NotImplementedError
+
+    def recompute(self, into: Gradients) -> None:
+        """Add up the gradients in blocks of the vocabulary: one GEMM for the entries, one for each gradient."""
+        plan, new, D = self.plan, self.weight_VD.new_empty, self.weight_VD.shape[1]
+        rows = min(plan.chunk_rows, plan.rows)
+        e = new(rows, padded(plan.block_columns))
+        scaled = None if into.weight_VD is None else new(rows, D)
+        for piece in self.chunks(plan.chunk_rows):
+            self._recompute_chunk(piece, e, scaled, into)
+
+    def _recompute_chunk(self, piece: Piece, e: Tensor, scaled: Tensor | None, into: Gradients) -> None:
+        (C, D), part, V = piece.x_CD.shape, piece.part, self.width
+        scaled_CD = None if scaled is None else scaled[:C]
+        s_C = self.prepare(piece, scaled_CD)
+        if into.input_ND is not None and self._product is None:
+            self._product = self._new(C, D)
+        product_CD = None if self._product is None else self._product[:C]
+        for block in slices(V, self.plan.block_columns):
+            w_BD, e_CB = self.weight_VD[block], e[:C, : block.stop - block.start]
+            self.fill(piece, w_BD, e_CB, block.start)
+            if product_CD is not None:
+                self.input_product(part, e_CB, w_BD, product_CD, add=block.start > 0)
+                if block.stop == V:
+                    self._put_input(piece, product_CD, into)
+            if scaled_CD is not None and into.weight_VD is not None:
+                self.weight_product(part, e_CB, scaled_CD, into.weight_VD[block], add=part.start > 0)
+            if into.bias_V is not None:
+                exp_rows.add_column_sums(e_CB, s_C, into.bias_V[block], self.used(part))
+
+    def _put_input(self, piece: Piece, product_CD: Tensor, into: Gradients) -> None:
+        assert into.input_ND is not None
+        self.finish_input(piece, product_CD, *self.places(into.input_ND, piece.part))
+
+    def places(self, input_ND: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return where these rows of the input's gradient go: into what, and their places in it; None: in order."""
+        return (input_ND[part], None) if self.index is None else (input_ND, self.index[part])
+
+
+class CrossEntropy(Exponentials):
+    """A loss in either direction, its token weights left out.
+
+    ``loss.y`` are int32 rows of this rank's weight, at least its rows where another rank has the class, -1 where
+    ignored.
+    """
+
+    _sums: Tensor  # of tiles of a chunk's E
+    _s_C: Tensor  # of a chunk's rows: what scales their gradients
+    _scaled: Tensor | None  # a chunk's s x
+    _into: Gradients
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
-        super().__init__(head, loss, plan)
-        self._even: Even | None = None  # label smoothing's part of the gradients
-        self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
-        self._begun = False  # whether the weight's gradient holds something
-        self._under_way: list[Callable[[Gradients], None]] = []  # sums of the input's over the ranks: write them
+        super().__init__(head, plan, loss.rows)
+        q, smoothing = loss.class_weight, loss.label_smoothing
+        self.hopper = self.transform.is_plain and exp_logits_hopper.why_not_on(head.input.device) is None
+        if self.hopper:
+            self.config = configs.GemmConfig(columns=COLUMNS.value)
+            self.tiles = tiles_across(self.width, self.config)
+        self.y_n, self.q_V = loss.y, q
+        uniform = None
+        if smoothing:
+            uniform = loss.y.new_zeros((), dtype=torch.float32)
+            if head.bias_V is not None:
+                uniform = head.bias_V.sum() if q is None else head.bias_V @ q
+        self.terms = RowTerms(
+            vocab=head.ranks.vocab, bias_V=head.bias_V, scale=head.scale, softcap=self.softcap,
+            class_weight=q, total_class_weight=loss.total, smoothing=smoothing, z_loss=loss.z_loss,
+            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
+        )  # fmt: skip
+        self._views: dict[int, tuple[Tensor, ...]] = {}
+        self._of_stored: Tensor | None = None  # sums of rows of E as stored, of each tile, for a loss that skips some
+        self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
+        self._even_D: Tensor | None = None  # with smoothing: the sum of all hidden states times their factors
 
     def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
         """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factors`` add gradients.
 
         ``factors`` is called while the first GEMM runs: the device should not wait for the host.
         """
-        plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
-        if in_chunks and not (alone and factors is None):
-            # across ranks the same on every one, also where others compute gradients and this one does not
-            pieces = self.pieces(plan.chunk_rows, plan.chunk_rows if alone else plan.product_rows)
-        else:
-            pieces = self.pieces(plan.sum_rows, plan.sum_rows)
-        if factors is not None and in_chunks:
-            self._factors = factors
-            self._allocate(max((piece.at.stop for piece in pieces), default=0))
-        order = None if in_chunks else self.ranks.reordered(plan, plan.sum_rows)
-        y_n, own_n = (x if x is None or order is None else x[order] for x in (self.y_n, self.own_n))
-        assert y_n is not None
-        found = torch.empty(3, len(y_n), dtype=torch.float32, device=y_n.device)
-        at_once = self._begin_all_targets(y_n)
-        self._sums = self._new(max((p.part.stop - p.part.start for p in pieces), default=0), self.tiles)
-        begin_targets, begin_sums = partial(self._begin_targets, y_n, own_n, at_once), partial(self._begin_sums, found)
-        stages: list[Callable[[Piece], Piece]] = [self.begin, begin_targets, begin_sums]
-        if at_once is not None:  # nothing but sums is exchanged piece by piece: the first GEMM is not to wait
-            stages = [lambda piece: begin_sums(begin_targets(self.begin(piece)))]
-        for piece in self.in_stages(pieces, *stages, chunks=self._e is not None):
-            if self._e is None:
-                self._finish(piece)
-            else:
+        plan, self._factors = self.plan, factors
+        in_chunks = factors is not None and plan.schedule == "chunks"
+        rows = min(plan.chunk_rows if in_chunks else plan.sum_rows, plan.rows)
+        if in_chunks:
+            self._allocate(rows)
+        found = self._new(3, len(self.y_n))
+        for piece in self._begun(rows, found):
+            if in_chunks:
                 self._add_gradients(piece)
+            else:
+                self._finish(piece)
             del piece  # and with it its memory, when the next is made
-        if order is not None:
-            found = torch.empty_like(found).index_copy_(1, order, found)
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
-        if self._e is not None:
+        if in_chunks:
             self._take_factors()  # also where there are no tokens
         elif factors is not None:
             del self._sums  # memory for the blocks
@@ -82,139 +220,166 @@ class CrossEntropy(RowLosses):
             self.gradients(*factors(), numbers)
         return numbers
 
+    def _begun(self, rows: int, found: Tensor) -> Iterator[Piece]:
+        """Yield chunks of so many rows with their E, or its sums alone; their numbers are to be ``found``."""
+        self._sums = self._new(rows, self.tiles)
+        for piece in self.chunks(rows):
+            piece.y_C, memory = self.y_n[piece.part], self._memory(len(piece.x_CD))
+            self._write_target_logits(piece, memory)
+            self._write_exponentials(piece, memory, found)
+            yield piece
+            del piece
+
     def _allocate(self, rows: int) -> None:
         """Make a chunk's E of so many rows, whose gradients are computed too."""
-        self._rows, (_, D) = rows, self.weight_VD.shape
-        self._e = self.weight_VD.new_empty(rows, padded(self.width))
-        self._s_C = self._new(rows)
-        if self.ranks.alone and self.count is not None:
-            self._x = self.weight_VD.new_empty(rows, D)
+        self._e, self._s_C = self.weight_VD.new_empty(rows, padded(self.width)), self._new(rows)
+        if self.count is not None:
+            self._x = self.weight_VD.new_empty(rows, self.weight_VD.shape[1])
 
-    def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
-        """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
-        self._factor_n, self.known = factor_n, known
+    def _memory(self, C: int) -> tuple[Tensor, ...]:
+        """Return memory for the numbers of C rows, whose views the host makes once a length.
+
+        The targets' logits, with smoothing the weighted sums of all logits too [1 or 2, C]; s, rest, highest, listed
+        and listed_count of `exp_rows.Reports`.
+        """
+        if C not in self._views:
+            self._views[C] = self._new_memory(C)
+        return self._views[C]
+
+    def _new_memory(self, C: int) -> tuple[Tensor, ...]:
+        numbers, integers = self._new(4, C), self.y_n.new_empty(2 * C + 1)
+        targets = numbers[: 2 if self.terms.smoothing else 1]
+        return targets, *numbers[2:].unbind(), *torch.split(integers, [C, C, 1])
+
+    def _write_target_logits(self, piece: Piece, memory: tuple[Tensor, ...]) -> None:
+        target, count = memory[0], memory[-1]
+        exp_rows.target_logits(
+            piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count, self.used(piece.part)
+        )
+
+    def _write_exponentials(self, piece: Piece, memory: tuple[Tensor, ...], found: Tensor) -> None:
+        target, s_C, *others = memory
+        if self._e is not None:
+            s_C = self._s_C[piece.at]
+        piece.sums = self._sums[: len(s_C)]
+        piece.rows = Reports._make((target[0], target[-1], *found[:, piece.part], s_C, *others))
+        if self.width:
+            rows = ExpRows.of(target[0], piece.y_C, piece.sums, stored=self._stored(len(s_C)))
+            self.exponentials(piece, self.weight_VD, self._e_of(piece.at), rows)
+
+    def _e_of(self, at: slice) -> Tensor | None:
+        """Return E of some of the chunk's rows; None where there is none, or this rank has no classes."""
+        return None if self._e is None or not self.width else self._e[at, : self.width]
+
+    def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
+        """Write E of a chunk and some classes, or its sums."""
+        used = self.used(piece.part)
+        if self.hopper:
+            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used)
+            return
+        transform = self.transform.of_classes(slice(rows.first_class, rows.first_class + len(w_VD)))
+        gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, self.config, used=used)
+
+    def _finish(
+        self, piece: Piece, factor_C: Tensor | None = None, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None
+    ) -> None:
+        """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
+        of_rows = piece.sums, piece.x_CD, piece.y_C, factor_C, piece.rows, self._terms(piece.part)
+        given: dict[str, Any] = {"e_CV": e_CV, "scaled_CD": scaled_CD, "used": self.used(piece.part)}
+        exp_rows.finish_rows(*of_rows, **given)
+        self._shift(piece, e_CV)
+        exp_rows.finish_rows(*of_rows, **given, shifted=True)
+
+    def _shift(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...] = (True, False)) -> None:
+        """Do the listed rows again, relative to another reference; the host never learns how many they are."""
+        C, of_rows = len(piece.y_C), piece.rows
+        rows = ExpRows.of(of_rows.highest, piece.y_C, self._sums[:C], stored=self._stored(C))
+        shifted_exp_logits(
+            piece.x_CD, self.weight_VD, e_CV, rows, (of_rows.listed, of_rows.listed_count), self.transform,
+            self.config, find_highest=find_highest,
+        )  # fmt: skip
+
+    def _stored(self, C: int) -> Stored:
+        return NOT_STORED if self._of_stored is None else Stored(*self._of_stored[:, :C])
+
+    def _terms(self, part: slice) -> RowTerms:  # noqa: ARG002
+        """Return the loss of these rows."""
+        return self.terms
+
+    def _take_factors(self) -> None:
+        """The first time find the rows' factors, and make what takes the gradients."""
+        if self._factors is None:
+            return
+        (self._factor_n, into), (rows, D) = self._factors(), (len(self._s_C), self.weight_VD.shape[1])
+        self._factors, self._into, self._scaled, self._product = None, into, None, None
         self._begin_even(into)
-        self._numbers = self._new(4 * self.plan.chunk_rows)
-        self.recompute(into)
-        self._put_even(add=True)
-
-    def _begin_even(self, into: Gradients) -> None:
-        """Begin label smoothing's part of the gradients, which stays out of the wide GEMMs."""
-        if into.weight_VD is not None and not self.plan.chunks:
-            into.weight_VD.zero_()
-        if self.terms.uniform_D is not None and self.plan.chunks and self.width:
-            self._even = Even(self.terms, self.q_V, self._factor_n.where(self.y_n >= 0, 0), into)
-
-    def _add_even(self, piece: Piece) -> None:
-        """Add a piece's hidden states, before they are scaled in place."""
-        if self._even is not None:
-            self._even.add(piece.x_CD, piece.part, self.used(piece.part))
-
-    def _put_even(self, *, add: bool) -> bool:
-        """Put it into the gradients; return whether the weight's holds something now, as it does with ``add``."""
-        return add if self._even is None else self._even.put(self.head.dtype, add=add)
-
-    def _take_factors(self) -> Gradients:
-        """Return what takes the gradients; the first time find the rows' factors, and make what they need."""
-        if not self._has_factors:
-            self._factor_n, into = self._factors()
-            self._has_factors, self._into, D, rows = True, into, self.weight_VD.shape[1], self._rows
-            self._begin_even(into)
-            self._scaled = None
-            if into.weight_VD is not None:
-                self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x
-            # E W: of a whole chunk where it is summed over the ranks before it is rounded
-            rows = min(rows, self.plan.product_rows) if self.ranks.alone else rows
-            self._product = None if into.input_ND is None or self._x is not None else self._new(rows, D)
-        return self._into
+        if into.weight_VD is not None:
+            self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x
+        if into.input_ND is not None and self._x is None:
+            self._product = self._new(min(rows, self.plan.product_rows), D)
 
     def _add_gradients(self, piece: Piece) -> None:
-        """Finish a piece and its product with the weight; with a chunk's last its product with the hidden states."""
-        into, e_CV = self._take_factors(), self._e_of(piece.at)
-        factor_C = self._factor_n[piece.part]
-        self._add_even(piece)
+        """Finish a chunk, and add its products with the weight and with the hidden states."""
+        self._take_factors()
+        into, e_CV, factor_C = self._into, self._e_of(piece.at), self._factor_n[piece.part]
+        self._add_even(piece, into)
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
         if into.input_ND is not None:
-            self._input_grad(piece, e_CV, factor_C, into)
-        if piece.closes:
-            self._close(into, piece, last=piece.part.stop == self.plan.rows)
+            self._add_input(piece, e_CV, factor_C, into.input_ND)
+        self._add_weight(piece)
+
+    def _add_weight(self, piece: Piece) -> None:
+        C, stop, into = piece.at.stop, piece.part.stop, self._into
+        chunk, e_CV, add = slice(stop - C, stop), self._e_of(slice(0, C)), stop > C
+        if stop == self.plan.rows:  # before the product, so that of a single chunk it is written and not added
+            add = self._put_even(into, add=add)
+        if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
+            self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=add)
+        if e_CV is not None and into.bias_V is not None:
+            exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V, self.used(chunk))
 
     def ends(self, piece: Piece, s_C: Tensor, rest_C: Tensor, input_ND: Tensor) -> InputRows:
-        """Return what ends the rows of a piece's input gradient."""
+        """Return what ends the rows of a chunk's input gradient."""
         w_VD, (out, to_C) = self.weight_VD, self.places(input_ND, piece.part)
         ends = InputRows(out, out.stride(0), to_C, s_C, piece.y_C, rest_C, w_VD, w_VD.stride(0))
         return ends if self.terms.uniform_D is None else ends.even(*self.terms.even(self._factor_n[piece.part]))
 
-    def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, into: Gradients) -> None:
-        """Write a piece's input gradient, in blocks of the plan's rows; or begin to sum this rank's part of it."""
-        assert into.input_ND is not None
-        alone, product, rows = self.ranks.alone, self._product, piece.rows
-        if self._x is not None and e_CV is not None:
-            self._input_rows(piece, e_CV, self.ends(piece, rows.s, rows.rest, into.input_ND))
-            return
-        assert product is not None
-        if not alone and piece.at.start == 0:
-            self._wait_for_sums(into)  # of the chunk before, which lie where this one's come
-        out, to_C = self.places(into.input_ND, piece.part) if alone else (product[piece.at], None)
-        if e_CV is None:
-            product[piece.at].zero_()
-        else:
-            self._finished_products(piece, e_CV, factor_C, out, to_C)
-        if not alone:
-            self._under_way.append(self.ranks.begin_sum(out, piece.part, self.index))
-
     def _input_rows(self, piece: Piece, e_CV: Tensor, ends: InputRows) -> None:
-        """Write a piece's input gradient by one kernel."""
+        """Write a chunk's input gradient by one kernel."""
         gradient_gemms_hopper.input_grad(e_CV, self.weight_VD, ends, self.room, self.used(piece.part))
 
-    def _finished_products(
-        self, piece: Piece, e_CV: Tensor, factor_C: Tensor, out: Tensor, to_C: Tensor | None
-    ) -> None:
-        """Write the rows of the input's gradient that this rank's classes give into ``out``, to their places there."""
-        alone, product, rows, terms = self.ranks.alone, self._product, piece.rows, self.terms
-        assert product is not None
-        of_rows = e_CV, piece.y_C, rows.s, rows.rest, factor_C
-        for part in slices(len(e_CV), self.plan.product_rows if alone else len(e_CV)):
-            e, y, s, rest, g = of_rows if part.stop - part.start == len(e_CV) else (x[part] for x in of_rows)
-            product_CD = product[: len(e)] if alone else out
-            of_all = slice(piece.part.start + part.start, piece.part.start + part.stop)
-            self.input_product(of_all, e, self.weight_VD, product_CD, add=False)
-            places = (out[part], None) if to_C is None else (out, to_C[part])
+    def _add_input(self, piece: Piece, e_CV: Any, factor_C: Tensor, input_ND: Tensor) -> None:
+        """Write a chunk's input gradient, in blocks of the plan's rows."""
+        s_C, rest_C = piece.rows.s, piece.rows.rest
+        if self._product is None:
+            self._input_rows(piece, e_CV, self.ends(piece, s_C, rest_C, input_ND))
+            return
+        for at in slices(len(e_CV), self.plan.product_rows):
+            part = slice(piece.part.start + at.start, piece.part.start + at.stop)
+            product_CD, (out, to_C) = self._product[: at.stop - at.start], self.places(input_ND, part)
+            self.input_product(part, e_CV[at], self.weight_VD, product_CD, add=False)
             finish_input_grad(
-                product_CD, places[0], self.weight_VD, s, y, rest, even=terms.even(g), to_C=places[1],
-                used=self.used(of_all),
+                product_CD, out, self.weight_VD, s_C[at], piece.y_C[at], rest_C[at],
+                even=self.terms.even(factor_C[at]), to_C=to_C, used=self.used(part),
             )  # fmt: skip
 
-    def _wait_for_sums(self, into: Gradients) -> None:
-        """Write the sums over ranks that were begun where they belong."""
-        for write in self._under_way:
-            write(into)
-        self._under_way.clear()
-
-    def _close(self, into: Gradients, piece: Piece, *, last: bool) -> None:
-        """End a chunk with its last piece: the weight's product, while the input's are being summed over the ranks."""
-        C, stop = piece.at.stop, piece.part.stop
-        e_CV, chunk = self._e_of(slice(0, C)), slice(stop - C, stop)
-        if last:  # before the product, so that of a single chunk it is written and not added
-            self._begun = self._put_even(add=self._begun)
-        if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
-            self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=self._begun)
-        if e_CV is not None and into.bias_V is not None:
-            exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V, self.used(chunk))
-        if last:
-            self._wait_for_sums(into)
-        self._begun = True
+    def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
+        """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
+        self._factor_n, self._into, self.known = factor_n, into, known
+        self._begin_even(into)
+        self._numbers = self._new(4 * self.plan.chunk_rows)
+        self.recompute(into)
+        self._put_even(into, add=True)
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""
         part, C = piece.part, len(piece.x_CD)
-        piece.y_C, piece.own_C = self.y_n[part], None if self.own_n is None else self.own_n[part]
-        piece.rows = self._numbers[: 4 * C].view(4, C)
+        piece.y_C, piece.rows = self.y_n[part], self._numbers[: 4 * C].view(4, C)
         exp_rows.prepare_rows(
             self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self._factor_n[part],
-            self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
+            self._terms(part), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
         )  # fmt: skip
-        self._add_even(piece)
+        self._add_even(piece, self._into)
         s_C: Tensor = piece.rows[2]
         return s_C
 
@@ -229,3 +394,68 @@ class CrossEntropy(RowLosses):
         finish_input_grad(
             product_CD, out, self.weight_VD, s_C, piece.y_C, rest_C, even=even, to_C=to_C, used=self.used(piece.part)
         )
+
+    def _begin_even(self, into: Gradients) -> None:
+        """Begin label smoothing's part of the gradients."""
+        if into.weight_VD is not None and not self.plan.chunks:
+            into.weight_VD.zero_()
+        if self.terms.uniform_D is not None and self.plan.chunks and self.width:
+            self._even_D, self._even_n = torch.zeros_like(self.terms.uniform_D), self._factor_n.where(self.y_n >= 0, 0)
+
+    def _add_even(self, piece: Piece, into: Gradients) -> None:
+        """Add a chunk's hidden states, before they are scaled in place."""
+        if self._even_D is not None and into.weight_VD is not None:
+            exp_rows.add_column_sums(piece.x_CD, self._even_n[piece.part], self._even_D, self.used(piece.part))
+
+    def _put_even(self, into: Gradients, *, add: bool) -> bool:
+        """Put it into the gradients; return whether the weight's holds something now, as it does with ``add``."""
+        terms, q = self.terms, self.q_V
+        if self._even_D is None:
+            return add
+        share = -terms.smoothing / terms.vocab * (1.0 if terms.scale is None else terms.scale)
+        if into.bias_V is not None:
+            share_of_all = self._even_n.sum() * share
+            into.bias_V += share_of_all if q is None else share_of_all * q
+        if into.weight_VD is None:
+            return add
+        _put_outer(q, self._even_D * share, into.weight_VD, self.head.dtype, add=add)
+        return True
+
+
+def aligned_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix as TMA takes it: in ``dtype``, rows in order that start at multiples of 16 bytes."""
+    if x.dtype == dtype and rows_are_aligned(x):
+        return x
+    return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
+    """Return ``sum_v q_v w_v`` in float32, without a float32 copy of the weight."""
+    V, D = w_VD.shape
+    if not V:  # a rank without classes
+        return w_VD.new_zeros(D, dtype=torch.float32)
+    weights = w_VD.new_ones(1, V) if q_V is None else torch.stack(_parts_of(q_V, w_VD.dtype))
+    out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
+    matmul_into(weights, w_VD, out, add=False)
+    return out.sum(0)
+
+
+def _parts_of(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of ``dtype`` that add up to ``x`` (float32), to all the digits that float32 has."""
+    if dtype == x.dtype:
+        return [x]
+    first = x.to(dtype)
+    second = (x - first.float()).to(dtype)
+    return [first, second, (x - first.float() - second.float()).to(dtype)]
+
+
+def _put_outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype, *, add: bool) -> None:
+    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
+    right = _parts_of(x_D, dtype)
+    if q_V is None:
+        left = [x_D.new_ones(out_VD.shape[0], dtype=dtype)] * len(right)
+    else:
+        parts = _parts_of(q_V, dtype)
+        pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
+        left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
+    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=add)

@@ -1,10 +1,10 @@
 """The ranks of a call: each one's part of a sharded vocabulary and of the tensors, and what they exchange.
 
-W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. What is exchanged has the shape of tokens,
-never of the vocabulary, and how often follows from shapes and options alone, and where ignored tokens are dropped, from
-the number of the others: a rank whose tokens are all ignored, or that holds no target, takes part. What is computed
-from gathered numbers is the same on every rank, bit for bit. Hidden states are the same on every rank, or each holds
-its part of the sequence; so is their gradient, never a part of a sum.
+W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk, D hidden size. What is exchanged has the
+shape of tokens, never of the vocabulary, and how often follows from shapes and options alone, and where ignored tokens
+are dropped, from the number of the others: a rank whose tokens are all ignored, or that holds no target, takes part.
+What is computed from gathered numbers is the same on every rank, bit for bit. Hidden states are the same on every rank,
+or each holds its part of the sequence; so is their gradient, never a part of a sum.
 """
 
 import math
@@ -18,10 +18,10 @@ from lowtide.arguments import is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import node, run_in_eager
 from lowtide.head.gradients import Gradients
+from lowtide.head.matmul import slices
 from lowtide.head.ranks import exchange as exchange
 from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.ranks.shard import Limits, VocabShard, checked_shard, limits_of, shard_of_dtensor
-from lowtide.head.ranks.tokens import SpreadTokens
 from lowtide.head.rows import take_rows
 
 _Result = TypeVar("_Result")
@@ -29,8 +29,72 @@ _Held = TypeVar("_Held", Tensor, Tensor | None)
 _Given = TypeVar("_Given")
 
 
-class Ranks:
-    """One call's view of the ranks: this rank's classes, how tokens lie, and what is exchanged."""
+class Group:
+    """A call's view of the ranks that share its vocabulary, where all tokens are on each."""
+
+    spread, groups = False, 1  # whether each rank holds a part of the tokens, and of how many ranks a chunk has rows
+
+    def chunks(self, plan: Any) -> Iterator[slice]:
+        """Yield each chunk's rows in the order of `order`: whole groups of them, the same on every rank."""
+        return slices(plan.rows, max(1, plan.chunk_rows // self.groups) * self.groups)
+
+    def order(self, plan: Any) -> Tensor | None:  # noqa: ARG002
+        """Return the indices of all chunks' rows among the N tokens, N where a rank has none; None: in order."""
+        return None
+
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Exchange:
+        """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`.
+
+        Where all tokens are on every rank, ``index`` may be of some of them, the same on each.
+        """
+        return Exchange(take_rows(input, index, part, dtype))
+
+    def mine(self, x: Tensor) -> Tensor:
+        """Return of values [...] of all tokens those of the hidden states on this rank."""
+        return x
+
+    def keep(self, *, kept: bool = True) -> None:
+        """Gather each chunk once from here on, and save it for a second pass. Or free all that is saved.
+
+        If no rank trains the hidden states, some ranks may train their weights and others not. Those have no second
+        pass, and would not take part in a second gathering.
+        """
+
+
+class Alone(Group):
+    """The group of one rank, which has the whole vocabulary: its exchanges return its own numbers at once."""
+
+    alone, first, size = True, 0, 1
+
+    def __init__(self, V: int) -> None:
+        self.rows = self.vocab = self.most_rows = V
+
+    def itself(self, x: _Given, *_: object) -> _Given:
+        """Return what is given: the sum over all ranks, what this one holds of it, and so on."""
+        return x
+
+    sum_of = logsumexp_of = highest_of = add_up_ = put_together_ = whole_rows = own_classes = share_of = itself
+    local = whole = result = class_weight = itself
+
+    def here(self, y: Tensor) -> tuple[Tensor, None]:
+        """Return each class's row of the weight, and no mask: all are here."""
+        return y, None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return every rank's ``x`` [1, ...]."""
+        return x[None]
+
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
+        """Return what writes a chunk's gradient of the hidden states where it belongs."""
+        return lambda into: into.put_input(part if index is None else index[part], product_CD)
+
+    def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:  # noqa: ARG002
+        """Return ``known``: there are no others to compare with."""
+        return known
+
+
+class Ranks(Group):
+    """This rank's classes, and what is exchanged."""
 
     alone = False
 
@@ -39,69 +103,23 @@ class Ranks:
         shard: VocabShard,
         leading: Sequence[int],  # sizes of the axes of tokens, all of them
         device: torch.device,
-        axis: int | None,  # which of these the hidden states are sharded on
         mesh: Any,  # of the DTensors; None where there are none
-        *,
-        trained: bool = False,  # the hidden states get a gradient, or their product with a trained scale
-        scale_trained: bool = False,  # logit_scale gets one, of which backward sums parts
+        exchanges: int = 0,  # 1 if the hidden states get a gradient, 2 if logit_scale does as well
     ) -> None:
         self.shard, self.mesh, self._group = shard, mesh, shard.group
         self.first, self.rows, self.vocab, self.most_rows = shard.first, shard.rows, shard.vocab, shard.most_rows
-        self.size = shard.group.size()
-        self._device, self._checked = device, device.type != "cpu"
+        self.size, self.slots = shard.group.size(), math.prod(leading)  # the latter: all chunks' rows
+        self._device, self._checked, self._exchanges = device, device.type != "cpu", exchanges
         self._classes: list[int] = []  # of each rank, known after `compare`
-        self._exchanges = trained + scale_trained  # a trained scale makes ``trained`` true as well
-        self._tokens = None if axis is None else SpreadTokens(shard.group, leading, axis, device)
-        self.spread = self._tokens is not None  # whether each rank holds a part of the tokens
-        self.groups = self.size if self.spread else 1  # of rows in a chunk: one for each rank's tokens
-        self.slots = math.prod(leading) if self._tokens is None else self.size * self._tokens.length  # all chunks' rows
 
-    def chunks(self, plan: Any) -> Iterator[slice]:
-        """Yield each chunk's rows in the order of `order`: whole groups of them, the same on every rank."""
-        step = self._step(plan.chunk_rows) * self.groups
-        for start in range(0, plan.rows, step):
-            yield slice(start, min(start + step, plan.rows))
-
-    def order(self, plan: Any) -> Tensor | None:
-        """Return the indices of all chunks' rows among the N tokens, N where a rank has none; None: in order."""
-        return None if self._tokens is None else self._tokens.order(*self._steps(plan))
-
-    def reordered(self, plan: Any, rows: int) -> Tensor | None:
+    def reordered(self, plan: Any, rows: int) -> Tensor | None:  # noqa: ARG002
         """Return where chunks of another number of ``rows`` have theirs in the order of `order`; None: in the same."""
-        return None if self._tokens is None else self._tokens.reordered(*self._steps(plan), self._step(rows))
-
-    def _steps(self, plan: Any) -> tuple[int, int]:
-        """Return a group's rows of a chunk, and of the pieces in which the exponential path computes it."""
-        in_pieces = plan.backend == "exp" and plan.schedule == "chunks"
-        return self._step(plan.chunk_rows), self._step(plan.product_rows if in_pieces else plan.chunk_rows)
-
-    def _step(self, rows: int) -> int:
-        return max(1, rows // self.groups)
-
-    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Exchange:
-        """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`.
-
-        Where all tokens are on every rank, ``index`` may be of some of them, the same on each.
-        """
-        if self._tokens is None:
-            return Exchange(take_rows(input, index, part, dtype))
-        return self._tokens.begin_rows(input, slice(part.start // self.groups, part.stop // self.groups), dtype)
+        return None
 
     def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
         """Begin to add up all ranks' gradients of some rows' hidden states; return what waits, and writes them."""
-        begin = exchange.begin_scattered_sum if self.spread else exchange.begin_sum
-        under_way, start = begin(product_CD, self._group), part.start // self.groups
-
-        def write(into: Gradients) -> None:
-            summed, input_ND = under_way.get(), into.input_ND
-            assert input_ND is not None
-            rows = min(len(summed), len(input_ND) - start)  # of the last chunk a rank may have fewer
-            if index is not None and not self.spread:
-                into.put_input(index[part], summed)
-            elif rows > 0:
-                into.put_input(slice(start, start + rows), summed[:rows])
-
-        return write
+        under_way, rows = exchange.begin_sum(product_CD, self._group), part if index is None else index[part]
+        return lambda into: into.put_input(rows, under_way.get())
 
     def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:
         """Check numbers that must be the same on every rank, and learn how many classes each holds; the host waits.
@@ -147,19 +165,6 @@ class Ranks:
         if x.numel():
             self.add_up_(x.view(-1).view(torch.uint8))  # bytes: 0 added to a number would make 0 of -0
         return x
-
-    def mine(self, x: Tensor) -> Tensor:
-        """Return of values [...] of all tokens those of the hidden states on this rank."""
-        return x if self._tokens is None else self._tokens.mine(x)
-
-    def keep(self, *, kept: bool = True) -> None:
-        """Gather each chunk once from here on, and save it for a second pass. Or free all that is saved.
-
-        If no rank trains the hidden states, some ranks may train their weights and others not. Those have no second
-        pass, and would not take part in a second gathering.
-        """
-        if self._tokens is not None:
-            self._tokens.kept = [] if kept else None
 
     @property
     def limits(self) -> Limits:
@@ -225,9 +230,7 @@ class Ranks:
         """Return a DTensor's hidden states of all tokens, in autograd's graph, and the ranks with these."""
         held: Any = input
         whole: Tensor = held.redistribute(placements=[_replicate()]).to_local()
-        ranks = Ranks(self.shard, input.shape[:-1], self._device, None, self.mesh)
-        ranks._exchanges = self._exchanges
-        return whole, ranks
+        return whole, Ranks(self.shard, input.shape[:-1], self._device, self.mesh, self._exchanges)
 
     def check_alike(self, name: str, weight: Tensor) -> None:
         """Check that another head is sharded as this one: by DTensors or not, and the same classes on each rank."""
@@ -265,53 +268,101 @@ class Ranks:
         return replicated
 
 
-class Alone:
-    """The group of one rank, which has the whole vocabulary: its exchanges return its own numbers at once."""
+class SpreadRanks(Ranks):
+    """Sequence parallelism: each rank has its part of one axis of tokens; chunks are gathered one by one, as needed.
 
-    alone, spread, first, groups, size = True, False, 0, 1, 1
+    A chunk has the same rows of each rank's part, one group a rank; shorter parts are filled up with ignored tokens.
+    """
 
-    def __init__(self, V: int) -> None:
-        self.rows = self.vocab = self.most_rows = V
+    spread = True
 
-    def itself(self, x: _Given, *_: object) -> _Given:
-        """Return what is given: the sum over all ranks, what this one holds of it, and so on."""
-        return x
+    def __init__(self, shard: VocabShard, leading: Sequence[int], device: torch.device, *given: Any, axis: int) -> None:
+        super().__init__(shard, leading, device, *given)
+        W, rank, N, T = self.size, self._group.rank(), self.slots, leading[axis]
+        size = -(-T // W)  # DTensor's rule
+        spans = [slice(min(r * size, T), min((r + 1) * size, T)) for r in range(W)]
+        self.groups, self._span, self._axis = W, spans[rank], axis
+        self._length = size * (N // T if T else 0)  # rows of a group
+        self.slots = W * self._length
+        self._order_GL = torch.full((W, self._length), N, device=device)  # place among the N; N: no token
+        place = torch.arange(N, device=device).view(*leading)
+        for row, span in zip(self._order_GL, spans, strict=True):
+            held = place.narrow(axis, span.start, span.stop - span.start).reshape(-1)
+            row[: held.numel()] = held
+        self._kept: list[tuple[slice, Tensor]] | None = None  # gathered parts in order, each [W, rows, D]
 
-    sum_of = logsumexp_of = highest_of = add_up_ = put_together_ = whole_rows = own_classes = share_of = itself
-    local = whole = result = mine = class_weight = itself
+    def order(self, plan: Any) -> Tensor | None:
+        """See `Group.order`."""
+        return self._order_GL.view(-1)[self._slots(*self._steps(plan))]
 
-    def nothing(self, *_: object, **__: object) -> None:
-        """Return that tokens are in order, and that nothing was gathered."""
+    def reordered(self, plan: Any, rows: int) -> Tensor | None:
+        """See `Ranks.reordered`."""
+        step = max(1, rows // self.groups)
+        slots, others = self._slots(*self._steps(plan)), self._slots(step, step)
+        return torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots), device=slots.device))[others]
 
-    order = reordered = keep = nothing
+    def _steps(self, plan: Any) -> tuple[int, int]:
+        """Return a group's rows of a chunk, and of the pieces in which the exponential path computes it."""
+        in_pieces = plan.backend == "exp" and plan.schedule == "chunks"
+        rows = plan.chunk_rows, plan.product_rows if in_pieces else plan.chunk_rows
+        return max(1, rows[0] // self.groups), max(1, rows[1] // self.groups)
 
-    def chunks(self, plan: Any) -> Iterator[slice]:
-        """Yield each chunk's rows."""
-        return plan.slices()  # type: ignore[no-any-return]
+    def _slots(self, step: int, piece: int) -> Tensor:
+        """Return the places of chunks' rows, piece by piece, among all ranks' rows one after another.
 
-    def here(self, y: Tensor) -> tuple[Tensor, None]:
-        """Return each class's row of the weight, and no mask: all are here."""
-        return y, None
+        Chunks have ``step`` rows a group, and are computed in pieces of ``piece``, which follow one another.
+        """
+        slot_GL = torch.arange(self._order_GL.numel(), device=self._order_GL.device).view_as(self._order_GL)
+        pieces = [
+            slot_GL[:, at : min(at + piece, start + step)].reshape(-1)
+            for start in range(0, self._length, step)
+            for at in range(start, min(start + step, self._length), piece)
+        ]
+        return torch.cat(pieces) if pieces else slot_GL.view(-1)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return every rank's ``x`` [1, ...]."""
-        return x[None]
+    def mine(self, x: Tensor) -> Tensor:
+        """See `Group.mine`."""
+        return x[(slice(None),) * self._axis + (self._span,)]
 
-    def begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
-        """Return what returns the sum of all ranks' ``x``."""
-        return lambda: x
+    def keep(self, *, kept: bool = True) -> None:
+        """See `Group.keep`."""
+        self._kept = [] if kept else None
 
-    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: Any) -> Exchange:
-        """Return a chunk's hidden states [C, D]."""
-        return Exchange(take_rows(input, index, part, dtype))
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Exchange:  # noqa: ARG002
+        """See `Group.begin_rows`."""
+        start, stop = part.start // self.groups, part.stop // self.groups  # of each rank's rows
+        D, here = input.shape[-1], math.prod(input.shape[:-1])
+        if self._kept and stop <= self._kept[-1][0].stop:
+            pieces = [
+                held[:, max(start, its.start) - its.start : stop - its.start]
+                for its, held in self._kept
+                if its.start < stop and start < its.stop
+            ]
+            return Exchange(torch.cat(pieces, 1).view(-1, D))
+        rows = slice(start, min(stop, here))
+        if stop <= here:
+            mine = take_rows(input, None, rows, dtype)
+        else:
+            mine = input.new_zeros(stop - start, D, dtype=dtype)
+            if start < here:
+                mine[: here - start] = take_rows(input, None, rows, dtype)
+        gathered = exchange.begin_gather(mine, self._group)
+        if self._kept is not None:
+            self._kept.append((slice(start, stop), gathered.value))
+        return gathered._replace(value=gathered.value.view(-1, D))
 
-    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
-        """Return what writes a chunk's gradient of the hidden states where it belongs."""
-        return lambda into: into.put_input(part if index is None else index[part], product_CD)
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:  # noqa: ARG002
+        """See `Ranks.begin_sum`."""
+        under_way, start = exchange.begin_scattered_sum(product_CD, self._group), part.start // self.groups
 
-    def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:  # noqa: ARG002
-        """Return ``known``: there are no others to compare with."""
-        return known
+        def write(into: Gradients) -> None:
+            summed, input_ND = under_way.get(), into.input_ND
+            assert input_ND is not None
+            rows = min(len(summed), len(input_ND) - start)  # of the last chunk a rank may have fewer
+            if rows > 0:
+                into.put_input(slice(start, start + rows), summed[:rows])
+
+        return write
 
 
 def ranks_of(
@@ -321,6 +372,7 @@ def ranks_of(
     recorded = torch.is_grad_enabled()
     scale_trained = recorded and scale is not None and scale.requires_grad
     trained = scale_trained or (recorded and input.requires_grad)
+    exchanges = trained + scale_trained  # a trained scale makes ``trained`` true as well
     tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
     mesh = axis = None
     if shard is not None:
@@ -336,7 +388,8 @@ def ranks_of(
         if linear_bias is not None:
             shard_of_dtensor("linear_bias", linear_bias, mesh)
         axis = _axis_of(input)
-    return Ranks(shard, input.shape[:-1], input.device, axis, mesh, trained=trained, scale_trained=scale_trained)
+    of_call = shard, input.shape[:-1], input.device, mesh, exchanges
+    return Ranks(*of_call) if axis is None else SpreadRanks(*of_call, axis=axis)
 
 
 def _axis_of(input: Any) -> int | None:

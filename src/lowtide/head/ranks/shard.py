@@ -30,27 +30,15 @@ _KNOWN: "WeakKeyDictionary[Any, dict[str, Limits]]" = WeakKeyDictionary()  # a g
 
 def limits_of(group: Any, device: torch.device) -> Limits:
     """Return what the ranks of ``group`` can do. They exchange it once, at their first call: the host waits."""
-    if device.type not in _KNOWN.get(group, {}):
-        _exchanged([], group, device)
-    return _KNOWN[group][device.type]
-
-
-def _exchanged(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
-    """Return the numbers of each rank; what it can do is exchanged with them."""
-    of_ranks = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
-    gpu_bytes, *can = (min(rank[i] for rank in of_ranks) for i in range(len(Limits._fields)))
-    limits = Limits(gpu_bytes or None, *map(bool, can))
-    _KNOWN.setdefault(group, {})[device.type] = limits
-    return [rank[len(Limits._fields) :] for rank in of_ranks]
-
-
-def _limits_here(device: torch.device) -> tuple[int, ...]:
-    """Return the bytes of this rank's GPU, 0 where there is none, and whether the kernels run on it: see `Limits`."""
-    if device.type != "cuda":
-        return 0, 0, 0
-    runs = why_not_exp(device, torch.bfloat16, 8, 1) is None
-    total = torch.cuda.get_device_properties(device).total_memory
-    return total, int(runs), int(skips_ignored(device))
+    known = _KNOWN.setdefault(group, {})
+    if device.type not in known:
+        here = [0, 0, 0]
+        if device.type == "cuda":
+            runs, memory = why_not_exp(device, torch.bfloat16, 8, 1) is None, torch.cuda.get_device_properties(device)
+            here = [memory.total_memory, int(runs), int(skips_ignored(device))]
+        gpu_bytes, *can = map(min, zip(*exchange.numbers_of_all(here, group, device), strict=True))
+        known[device.type] = Limits(gpu_bytes or None, *map(bool, can))
+    return known[device.type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +90,7 @@ class VocabShard:
         """
         rows = check_tensor("linear_weight", linear_weight).shape[0]
         group = group_of(group)
-        sizes = [size for (size,) in _exchanged([rows], group, linear_weight.device)]
+        sizes = [size for (size,) in exchange.numbers_of_all([rows], group, linear_weight.device)]
         first = sum(sizes[: group.rank()])
         return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
 

@@ -15,13 +15,11 @@ from torch import Tensor
 from lowtide.errors import TargetIndexError, UnsupportedError, message
 from lowtide.graph import is_last_backward
 from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
-from lowtide.head.choice import skipping, skips_tokens
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
-from lowtide.head.nodes import Function
-from lowtide.head.plan import HeadPlan, plan_cross_entropy
+from lowtide.head.nodes import Function, Shape, stored_gradients
+from lowtide.head.plan import HeadPlan, plan_cross_entropy, skipping, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
-from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -129,17 +127,16 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     With ``factors`` add the gradients, from ``known`` numbers where there are.
     """
     rows = loss.rows
-    if head.order and plan.backend != "exp":
+    if head.remembered is not None and plan.backend != "exp":
         hint = f"No tile is skipped: {plan.reason}."
         raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
     if plan.backend == "exp":
-        from lowtide.head.exponentials.losses import CrossEntropy
+        from lowtide.head.exponentials import losses_of
 
-        exponentials: CrossEntropy
-        if keeps_tiles(head, plan):
-            exponentials = skipping().TiledCrossEntropy(head, loss, plan, known and known["classes"])
+        if not keeps_tiles(head, plan):
+            exponentials = losses_of(head, loss, plan)
         else:
-            exponentials = CrossEntropy(head, loss, plan)
+            exponentials = skipping().TiledCrossEntropy(head, loss, plan, known and known["classes"])
         if known is None:
             return exponentials.forward(factors)
         if factors is not None:
@@ -246,7 +243,7 @@ def _own_weights(
 
 def keeps_tiles(head: Head, plan: HeadPlan) -> bool:
     """Return whether a pass computes its gradients from some tiles of E: all of a chunk's exist then."""
-    return head.order > 0 and plan.kept
+    return head.remembered is not None and plan.kept
 
 
 def put_last(rows: Rows, kept_N: Tensor) -> Rows:

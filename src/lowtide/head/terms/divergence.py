@@ -12,11 +12,10 @@ from lowtide.errors import TargetIndexError, message
 from lowtide.head.call import DivergenceArgs, Head, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
-from lowtide.head.nodes import Function, head_flop
+from lowtide.head.nodes import Function, Shape, head_flop, stored_gradients
 from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import Rows, looks_at_numbers
-from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import KnownClasses
 

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from lowtide.errors import TargetIndexError
 from lowtide.head.call import Head, SupportArgs, Wanted
-from lowtide.head.choice import support_backend
 from lowtide.head.gradients import Gradients
 from lowtide.head.matmul import slices
-from lowtide.head.nodes import Function
-from lowtide.head.plan import HeadPlan
-from lowtide.head.planner import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE
+from lowtide.head.nodes import Function, Shape
+from lowtide.head.plan import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE, HeadPlan, support_backend
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import looks_at_numbers, take_rows
-from lowtide.head.stored import Shape
 from lowtide.head.terms import listed_rows
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from lowtide.graph import is_last_backward
 from lowtide.head.call import Head, TokenStatsArgs, Wanted
-from lowtide.head.choice import skips_tokens
 from lowtide.head.engine import Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.nodes import Function
-from lowtide.head.plan import HeadPlan, plan_token_stats
+from lowtide.head.nodes import Function, Shape
+from lowtide.head.plan import HeadPlan, plan_token_stats, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
-from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes, put_last
 from lowtide.head.terms.masked import Masked
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -45,11 +43,11 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     plan = plan_token_stats(head, args, rows.n, wanted)
     rows, y_NK = rows.in_order(head.ranks.order(plan)), args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
-        from lowtide.head.exponentials.tile_sums import TileStatistics
+        from lowtide.head.exponentials import statistics_of
 
         if of_targets and head.ranks.alone and skips_tokens(head, plan.backend):
             rows = put_last(rows, kept_NK.any(1))
-        found = TileStatistics(head, rows.of(y_NK), plan, rows).forward(_names(args), args.topk)
+        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(_names(args), args.topk)
     else:
         terms = _terms(args, rows, head, plan, rows.of(y_NK), _names(args), topk=args.topk)
         found = run(head, rows, plan, terms)
@@ -85,11 +83,11 @@ def backward(
         rows = put_last(rows, active_N)
     into = gradient_buffers(head, rows, plan, wanted)
     if plan.backend == "exp":
-        from lowtide.head.exponentials.tile_sums import TileStatistics
+        from lowtide.head.exponentials import statistics_of
 
         given = rows.of_each({name: x for name, x in g._asdict().items() if x is not None})
         y_nK = rows.of(args.target.where(usable, -1), -1)
-        TileStatistics(head, y_nK, plan, rows).gradients(rows.of_each(numbers), given, into)
+        statistics_of(head, y_nK, plan, rows).gradients(rows.of_each(numbers), given, into)
     else:
         if not (head.drops_tokens and head.ranks.alone):
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)

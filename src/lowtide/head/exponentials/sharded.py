@@ -1,0 +1,279 @@
+"""The exponential path where ranks share the vocabulary: chunks in pieces, and what is exchanged between their GEMMs.
+
+While a few numbers a row of one piece are under way, the next one's GEMM runs. Names: n rows, C rows of a piece, D
+hidden size, V classes of this rank, K targets a token.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.call import Head
+from lowtide.head.exponentials.losses import CrossEntropy, Exponentials, Piece, aligned_rows
+from lowtide.head.exponentials.tile_sums import TileStatistics
+from lowtide.head.gradients import Gradients
+from lowtide.head.kernels import exp_rows, stats_rows, stats_topk
+from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
+from lowtide.head.kernels.gradient_gemms_hopper import room_for
+from lowtide.head.kernels.input_rows_hopper import Room
+from lowtide.head.kernels.stats_logits import Sums
+from lowtide.head.kernels.stats_rows import RowStats
+from lowtide.head.matmul import slices
+from lowtide.head.plan import HeadPlan
+from lowtide.head.ranks.exchange import Exchange
+from lowtide.head.rows import input_is_copied
+from lowtide.head.terms.loss import Loss, RowFactors
+
+
+@dataclass(kw_only=True)
+class Part(Piece):
+    """Some rows of a chunk, and what its stages leave for each other."""
+
+    closes: bool  # whether they are the chunk's last
+    memory: Any = None  # of its rows' numbers
+    exchange: Any = None  # returns what was exchanged last
+
+
+class Sharded(Exponentials):
+    """A head in one direction of a call, on one of the ranks; rows are in the order of ``ranks.order(plan)``."""
+
+    def __init__(self, head: Head, *of_call: Any) -> None:
+        super().__init__(head, *of_call)
+        self.ranks: Any = head.ranks
+        if head.ranks.spread:  # the ranks have it
+            self.index = None
+        self._under_way: list[Callable[[Gradients], None]] = []  # sums of the input's over the ranks: write them
+
+    @cached_property
+    def room(self) -> Room:
+        """Return where tiles of E W meet: the least there can be."""
+        return room_for(self.head.input.device, 0)
+
+    def pieces(self, chunk_rows: int, piece_rows: int) -> Iterator[Part]:
+        """Yield the pieces of all chunks, in order: whole groups of rows."""
+        groups = self.ranks.groups
+        chunk_rows, piece_rows = (max(1, rows // groups) * groups for rows in (chunk_rows, piece_rows))
+        for chunk in slices(self.plan.rows, chunk_rows):
+            C = chunk.stop - chunk.start
+            for at in slices(C, piece_rows):
+                part = slice(chunk.start + at.start, chunk.start + at.stop)
+                yield Part(part=part, at=at, closes=at.stop == C)
+
+    def begin(self, piece: Part) -> Part:
+        """Begin to gather a piece's hidden states."""
+        if self.ranks.spread:
+            piece.x_CD = self.ranks.begin_rows(self.head.input, None, piece.part, self.head.dtype)
+        else:
+            piece.x_CD = Exchange(self.hidden(piece.part))
+        return piece
+
+    def in_stages(
+        self, pieces: Iterable[Part], *stages: Callable[[Part], Part], chunks: bool = False
+    ) -> Iterator[Part]:
+        """Yield pieces after these stages, each stage's exchange begun a piece ahead of the next one's.
+
+        With ``chunks`` those of a chunk are all yielded before the next chunk's last stage: they share memory.
+        """
+        for stage in stages:
+            pieces = _ahead(map(stage, pieces), closed=chunks and stage is stages[-1])
+        yield from pieces
+
+    def chunks(self, rows: int) -> Iterator[Piece]:
+        """See `Exponentials.chunks`."""
+        for piece in self.in_stages(self.pieces(rows, rows), self.begin):
+            piece.x_CD = aligned_rows(piece.x_CD.get(), self.head.dtype)
+            yield piece
+
+    def recompute(self, into: Gradients) -> None:
+        """Add up the gradients; the input's begins to be summed before the weight's last GEMM of a chunk.
+
+        It is waited for before the next chunk's sum begins.
+        """
+        super().recompute(into)
+        self._wait_for_sums(into)
+
+    def _recompute_chunk(self, piece: Piece, e: Tensor, scaled: Tensor | None, into: Gradients) -> None:
+        self._product = None  # that of the chunk before is being summed
+        super()._recompute_chunk(piece, e, scaled, into)
+        if not self.width and into.input_ND is not None:
+            self._put_input(piece, torch.zeros_like(piece.x_CD, dtype=torch.float32), into)
+
+    def _put_input(self, piece: Piece, product_CD: Tensor, into: Gradients) -> None:
+        self._wait_for_sums(into)
+        if self.width:
+            self.finish_input(piece, product_CD, product_CD, None)
+        self._under_way.append(self.ranks.begin_sum(product_CD, piece.part, self.index))
+
+    def _wait_for_sums(self, into: Gradients) -> None:
+        """Write the sums over ranks that were begun where they belong."""
+        for write in self._under_way:
+            write(into)
+        self._under_way.clear()
+
+
+class ShardedCrossEntropy(Sharded, CrossEntropy):
+    """A loss in either direction."""
+
+    def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
+        # E W of a whole chunk, which is summed over the ranks before it is rounded
+        super().__init__(head, loss, replace(plan, product_rows=plan.chunk_rows))
+        self._piece_rows, self.terms, self.own_n = plan.product_rows, self.terms._replace(class_weight=None), loss.own_n
+
+    def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
+        """See `CrossEntropy.forward`."""
+        plan, y_n, own_n = self.plan, self.y_n, self.own_n
+        order = None if plan.schedule == "chunks" else self.ranks.reordered(plan, plan.sum_rows)
+        if order is None:
+            return super().forward(factors)
+        self.y_n, self.own_n = y_n[order], None if own_n is None else own_n[order]
+        numbers = {name: torch.empty_like(x).index_copy_(0, order, x) for name, x in super().forward(None).items()}
+        self.y_n, self.own_n = y_n, own_n
+        if factors is not None:
+            del self._sums  # memory for the blocks
+            self.gradients(*factors(), numbers)
+        return numbers
+
+    def _begun(self, rows: int, found: Tensor) -> Iterator[Piece]:
+        """See `CrossEntropy._begun`."""
+        if self.plan.schedule == "chunks":  # on every rank, also where others compute gradients and this one does not
+            pieces, rows = self.pieces(self.plan.chunk_rows, self._piece_rows), self._piece_rows
+        else:
+            pieces = self.pieces(rows, rows)
+        self._sums, at_once = self._new(max(rows, self.ranks.groups), self.tiles), self._begin_all_targets()
+        begin_targets, begin_sums = partial(self._begin_targets, at_once), partial(self._begin_sums, found)
+        stages: list[Callable[[Part], Part]] = [self.begin, begin_targets, begin_sums]
+        if at_once is not None:  # nothing but sums is exchanged piece by piece: the first GEMM is not to wait
+            stages = [lambda piece: begin_sums(begin_targets(self.begin(piece)))]
+        yield from self.in_stages(pieces, *stages, chunks=self._e is not None)
+
+    def _allocate(self, rows: int) -> None:
+        super()._allocate(rows)
+        self._x = None  # hidden states of two pieces are here at once
+
+    def _terms(self, part: slice) -> RowTerms:
+        return self.terms._replace(own_weight=None if self.own_n is None else self.own_n[part])
+
+    def _begin_all_targets(self) -> Callable[[], Tensor] | None:
+        """Begin to exchange all targets' logits at once where all hidden states are here; None: piece by piece."""
+        x, n = self.head.input, len(self.y_n)
+        if self.ranks.spread or self.index is not None or input_is_copied(x, self.head.dtype) or not n:
+            return None
+        whole = Part(part=slice(0, n), at=slice(0, n), closes=True, x_CD=x.view(n, -1), y_C=self.y_n)
+        targets = self._new(2 if self.terms.smoothing else 1, n)
+        self._write_target_logits(whole, (targets, self.y_n.new_empty(1)))
+        return cache(self.ranks.begin_sum_of(targets))
+
+    def _begin_targets(self, at_once: Callable[[], Tensor] | None, piece: Part) -> Part:
+        """Begin to exchange the targets' logits, and with smoothing the weighted sums of all logits [1 or 2, C]."""
+        piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get(), self.head.dtype), self.y_n[piece.part]
+        piece.memory = self._new_memory(len(piece.y_C))
+        if at_once is not None:
+            part = piece.part
+            piece.exchange = lambda: at_once()[:, part]
+            piece.memory[-1].zero_()
+        else:
+            self._write_target_logits(piece, piece.memory)
+            piece.exchange = self.ranks.begin_sum_of(piece.memory[0])
+        return piece
+
+    def _begin_sums(self, found: Tensor, piece: Part) -> Part:
+        """Build a piece's E, or its sums alone, and begin to exchange these."""
+        self._write_exponentials(piece, (piece.exchange(), *piece.memory[1:]), found)
+        mine, of_rows = self._new(2, len(piece.y_C)), (piece.sums, piece.y_C, piece.rows)
+        if self.width:
+            exp_rows.sum_rows(*of_rows, mine, e_CV=self._e_of(piece.at), used=self.used(piece.part))
+            super()._shift(piece, None)
+            exp_rows.sum_rows(*of_rows, mine, shifted=True)
+        else:
+            mine[0], mine[1] = 0, -torch.inf
+        piece.exchange = self.ranks.begin_gather(mine)
+        return piece
+
+    def _finish(self, piece: Any, *given: Tensor | None) -> None:
+        piece.sums = piece.exchange.get()
+        piece.rows.listed_count.zero_()
+        super()._finish(piece, *given)
+
+    def _shift(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...] = (False,)) -> None:
+        if e_CV is not None:
+            super()._shift(piece, e_CV, find_highest)
+
+    def _add_input(self, piece: Piece, e_CV: Any, factor_C: Tensor, input_ND: Tensor) -> None:  # noqa: ARG002
+        """Begin to sum this rank's part of a piece's input gradient."""
+        assert self._product is not None
+        product_CD, rows, part = self._product[piece.at], piece.rows, piece.part
+        if piece.at.start == 0:
+            self._wait_for_sums(self._into)  # of the chunk before, which lie where this one's come
+        if e_CV is None:
+            product_CD.zero_()
+        else:
+            self.input_product(part, e_CV, self.weight_VD, product_CD, add=False)
+            even = self.terms.even(factor_C)
+            finish_input_grad(
+                product_CD, product_CD, self.weight_VD, rows.s, piece.y_C, rows.rest, even=even, used=self.used(part)
+            )
+        self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index))
+
+    def _add_weight(self, piece: Any) -> None:
+        """Add a chunk's, with its last piece: while the input's is summed over the ranks."""
+        if piece.closes:
+            super()._add_weight(piece)
+        if piece.part.stop == self.plan.rows:
+            self._wait_for_sums(self._into)
+
+
+class ShardedStatistics(Sharded, TileStatistics):
+    """Token statistics in either direction."""
+
+    def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
+        """See `TileStatistics.forward`."""
+        order = self.ranks.reordered(self.plan, self.plan.sum_rows)
+        if order is None:
+            return super().forward(want, topk)
+        self.y_nK = self.y_nK[order]
+        found = super().forward(want, topk)
+        return {name: torch.empty_like(x).index_copy_(0, order, x) for name, x in found.items()}
+
+    def _find(self, rows: int, y_nK: Tensor, out: RowStats, highest: list[Tensor]) -> None:
+        begin_sums = partial(self._begin_sums, y_nK, len(highest) and highest[0].shape[1])
+        for piece in self.in_stages(self.pieces(rows, rows), self.begin, begin_sums):
+            part, every = piece.part, [gathered.get() for gathered in piece.exchange]
+            parts = Sums.of(every[0].permute(1, 2, 0), self.asked)
+            stats_rows.merge_stats(parts, out.rows(part), self.ranks.vocab, y_nK[part])
+            if highest:
+                stats_topk.merge_highest(every[1], *(x[part] for x in highest))
+            del piece  # and with it its memory, when the next is made
+
+    def _begin_sums(self, y_nK: Tensor, topk: int, piece: Part) -> Part:
+        """Compute a piece's statistics of the classes here, and begin to exchange them."""
+        ranks, w_VD, transform, y_CK = self.ranks, self.weight_VD, self.transform, y_nK[piece.part]
+        x_CD = aligned_rows(piece.x_CD.get(), self.head.dtype)
+        self._sum_tiles(piece.part, x_CD)
+        new = x_CD.new_empty if self.width else x_CD.new_zeros
+        sent = new(3 + len(self.asked) + y_CK.shape[1], len(x_CD), dtype=torch.float32)
+        mine = Sums.of(sent[..., None], self.asked)
+        stats_rows.merge_stats(
+            self.sums, mine, self.width, y_CK, x_CD, w_VD, transform=transform, first_class=ranks.first
+        )
+        piece.exchange = [ranks.begin_gather(sent)]
+        if topk:
+            sent = stats_topk.shard_highest(x_CD, w_VD, self.sums, self.config, topk, ranks.first, transform)
+            piece.exchange.append(ranks.begin_gather(sent))
+        return piece
+
+
+def _ahead(pieces: Iterable[Part], *, closed: bool) -> Iterator[Part]:
+    """Yield pieces when one more is made; with ``closed`` all that there are when a chunk's last is."""
+    made: deque[Part] = deque()
+    for piece in pieces:
+        made.append(piece)
+        left = 0 if closed and piece.closes else 1
+        del piece  # and with it its memory, when the next is made
+        while len(made) > left:
+            yield made.popleft()
+    yield from made
