@@ -40,7 +40,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
             assert len(set(classes)) == len(classes)
         put_entries(g_CV, entries, first_class, used)
 
-    config = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
+    config = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4)
     used: list[str] = []
     of_loss, of_stats, of_pair, of_apply = (
         cross_entropy.plan_cross_entropy, token_stats.plan_token_stats, divergence.plan_both_sides, face.plan_head,
@@ -111,7 +111,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     patched.setattr(gradient_gemms_hopper, "input_grad", skipping_input_grad)
     patched.setattr(gradient_gemms_hopper, "weight_grad", skipping_weight_grad)
     patched.setattr(losses, "room_for", lambda *_: None)
-    patched.setattr(configs, "of_device", lambda device: config)
+    patched.setattr(configs, "CONFIG", config)
     patched.setattr(stats_rows, "put_entries", each_class_once)
     patched.setattr(Chunks, "input_grad", input_grad)
     patched.setattr(Chunks, "weight_grad", weight_grad)

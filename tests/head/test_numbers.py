@@ -271,3 +271,14 @@ def test_bf16_is_right_on_a_cpu_with_its_instructions_and_on_one_without(cpu_mul
     torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad(value, (x, w, b)), torch.autograd.grad(exact, list(true.values()))
     assert_near(*grads, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_log_probability_has_the_same_bits_from_every_function(dtype: torch.dtype) -> None:
+    x, w, b, y = head(70, 16, 300, dtype=dtype)
+    w, b = 2 * w, b.detach()
+    y[:35] = F.linear(x, w, b)[:35].argmax(1)  # of a class that is sure, and of any
+    got = linear_logprobs(x, w, y, linear_bias=b)
+    assert torch.equal(got, -linear_cross_entropy(x, w, y, linear_bias=b, reduction="none"))
+    assert torch.equal(got, linear_token_stats(x, w, y, linear_bias=b).logprob)
+    assert torch.equal(got, linear_token_stats(x, w, torch.stack((y.flip(0), y), -1), linear_bias=b).logprob[:, 1])

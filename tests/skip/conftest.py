@@ -33,7 +33,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(cross_entropy, "plan_cross_entropy", plan)
-    monkeypatch.setattr(configs, "of_device", lambda device: configs.GemmConfig())
+    monkeypatch.setattr(configs, "CONFIG", configs.GemmConfig())
     monkeypatch.setattr(seam, "skips_ignored", lambda device: True)
     monkeypatch.setattr(seam, "OPERANDS", torch.float32)
     monkeypatch.setattr(gemms_hopper, "input_grad", emulated.input_grad)

@@ -389,7 +389,7 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -
     more = {
         "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
         "tile_numbers": 3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
-        "sum_row_bytes": topk_row_bytes(topk, head.ranks.most_rows, head.input.device),
+        "sum_row_bytes": topk_row_bytes(topk, head.ranks.most_rows),
     }
     return plan_of(_work(head, args, n, wanted, **more))
 

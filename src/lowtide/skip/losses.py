@@ -15,9 +15,8 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.exponentials.losses import CrossEntropy, Piece
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows
+from lowtide.head.kernels import exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_logits import ExpRows, Listed
-from lowtide.head.kernels.gemm import tiles_across
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.matmul import matmul_into
@@ -44,9 +43,6 @@ class TiledCrossEntropy(CrossEntropy):
         bias_V = None if head.bias_V is None else self._ordered(head.bias_V)
         loss = loss if q is None else replace(loss, class_weight=self._ordered(q))
         super().__init__(head._replace(weight_VD=weight_VD, bias_V=bias_V), loss, plan)
-        if not self.hopper:
-            self.config = configs.GemmConfig()
-            self.tiles = tiles_across(V, self.config)
         self._shared_PD: Tensor | None = None  # what the rows of each tile of dW share
         self._sums = self._new(0)
         self._tile_sizes = sizes_of_tiles(V, weight_VD.device)

@@ -60,7 +60,7 @@ class Exponentials:
         self.width = len(self.weight_VD)
         assert not isinstance(head.softcap, Tensor)
         self.softcap, self.transform = head.softcap, LogitTransform(head.bias_V, head.scale, head.softcap)
-        self.config = configs.of_device(head.input.device)
+        self.config = configs.CONFIG
         self.tiles = tiles_across(self.width, self.config)
         self._x: Tensor | None = None  # memory for a chunk's hidden states where they are gathered; s x takes its place
         self._product: Tensor | None = None  # and for its E W

@@ -60,12 +60,11 @@ class Listed(NamedTuple):
 def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write ``E = exp(z - reference)`` of a tile, times ``1 - (z / softcap)**2`` with a cap, and its row sums.
 
-    An epilogue of `gemm.gemm_tiles`, with `ExpRows`, a half at a time where a tile is stored so; without ``e_d`` only
+    An epilogue of `gemm.gemm_tiles`, with `ExpRows`, a half at a time; without ``e_d`` only
     sums are wanted. Rows of ignored tokens are 0, unless their logits are not finite and there is no coefficient: then
     they may be NaN.
     """
-    WIDTH: tl.constexpr = CONFIG.columns // CONFIG.pieces
-    PIECES: tl.constexpr = CONFIG.pieces
+    WIDTH: tl.constexpr = CONFIG.columns // 2
     column = p * CONFIG.columns
     at = row + tl.arange(0, CONFIG.rows)
     inside = at < C
@@ -80,10 +79,8 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
     total = tl.zeros_like(reference)
     squared = tl.zeros_like(reference)
     mass = tl.zeros_like(reference)
-    pieces = (z,)
-    if PIECES == 2:
-        pieces = halves(z, CONFIG)
-    for i in tl.static_range(PIECES):
+    pieces = halves(z, CONFIG)
+    for i in tl.static_range(2):
         v = i * WIDTH + tl.arange(0, WIDTH)  # within the tile, as y and bound are
         logits = finish_logits(pieces[i], column + v, V, transform)
         e = tl.exp2(logits * LOG2E - reference[:, None])
@@ -174,7 +171,7 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
 
 def shifted_exp_logits(
     x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, listed: tuple[Tensor, Tensor],
-    transform: LogitTransform, config: GemmConfig, programs: int | None = None, *,
+    transform: LogitTransform, config: GemmConfig, *,
     find_highest: tuple[bool, ...] = (True, False),
 ) -> None:  # fmt: skip
     """Recompute, relative to their highest logit, the rows whose numbers are ``listed``: a list, and how long it is.
@@ -184,7 +181,7 @@ def shifted_exp_logits(
     listed rows holding `to_ordered` of the target's logit, which takes the highest one's. ``find_highest`` are the
     passes: True to find the highest logits, False to build E and its sums relative to what the reference holds.
     """
-    programs = programs or multiprocessors(x_CD.device)
+    programs = multiprocessors(x_CD.device)
     for is_search in find_highest:
         _shifted_exp_logits[(programs,)](
             *(matrix(x)[:2] for x in (x_CD, w_VD, e_CV)), rows, *listed, transform, *w_VD.shape, CONFIG=config,

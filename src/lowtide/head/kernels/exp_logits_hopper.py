@@ -39,6 +39,8 @@ from lowtide.head.kernels.hopper import (
     PRODUCER_REGISTERS,
     ROWS,
     barrier,
+    barriers,
+    counted,
     fence_async_shared,
     gl,
     gluon,
@@ -197,16 +199,11 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
     w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, DEPTH], w_d.layout)
     e_s = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, PIECE], e_d.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(STAGES, 2)
     fence_async_shared()  # the loads report to these barriers; the warps meet once more before their parts begin
     stages = (x_s, w_s, full, empty)
-    used = gl.to_tensor(C)
+    used = counted(count, first, C)
     if count is not None:  # in whole tiles, as `gemm.rows_in_tiles`
-        used = gl.minimum(gl.maximum(gl.load(count) - first, 0), C)
         used = gl.minimum(gl.cdiv(used, 2 * ROWS) * (2 * ROWS), C)
     gl.warp_specialize(
         [

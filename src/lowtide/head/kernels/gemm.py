@@ -111,17 +111,13 @@ def _each_tile(  # type: ignore[no-untyped-def]
 
 def gemm_tiles(
     epilogue: Any, x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, rows: tuple[Any, ...], transform: LogitTransform,
-    config: GemmConfig, programs: int | None = None, used: Used = ALL,
+    config: GemmConfig, used: Used = ALL,
 ) -> None:  # fmt: skip
-    """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V.
-
-    One program per multiprocessor runs, or as many as requested.
-    """
-    V, D = w_VD.shape
-    programs = (programs or multiprocessors(x_CD.device)) * config.per_multiprocessor
+    """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V."""
+    (V, D), programs = w_VD.shape, multiprocessors(x_CD.device)
     _each_tile[(programs,)](
         descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth),
-        None if out_CV is None else descriptor(out_CV, config.rows, config.columns // config.pieces),
+        None if out_CV is None else descriptor(out_CV, config.rows, config.columns // 2),
         rows, used, transform, len(x_CD), V, D, epilogue=epilogue, BOUND=V % config.columns != 0, CONFIG=config,
         PROGRAMS=programs, num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip

@@ -52,6 +52,28 @@ from lowtide.kernel_launch import Launcher, multiprocessors
 MOST_PARTS = gl.constexpr(16)
 
 
+@gluon.jit  # type: ignore[untyped-decorator]
+def input_stages(e_d, w_d, STAGES: gl.constexpr, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Set up the stages of E W and their barriers."""
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
+    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
+    full, empty = barriers(STAGES, 2)
+    fence_async_shared()
+    return a_s, b_s, full, empty
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def weight_stages(e_d, x_d, out_d, STAGES: gl.constexpr, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Set up the stages of E^T S, the buffers of what is added to and stored, and all barriers."""
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
+    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
+    out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
+    full, empty = barriers(STAGES, 2)
+    old_full, old_empty = barriers(2, 1)
+    fence_async_shared()
+    return (a_s, b_s, full, empty), (out_s, old_full, old_empty)
+
+
 @gluon.jit
 def _parts_of(rows, D, room):  # type: ignore[no-untyped-def]
     """Return (tiles computed whole, tiles split, parts of each) of E W."""
@@ -122,11 +144,7 @@ def _input_grad(  # type: ignore[no-untyped-def]
     e_d, w_d, ends, room, count, first, C, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
-    full, empty = barriers(STAGES, 2)
-    fence_async_shared()
-    stages = (a_s, b_s, full, empty)
+    stages = input_stages(e_d, w_d, STAGES, DEPTH)
     rows = counted(count, first, C)
     gl.warp_specialize(
         [
@@ -137,6 +155,41 @@ def _input_grad(  # type: ignore[no-untyped-def]
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def load_old(out_d, old, row, column, done):  # type: ignore[no-untyped-def]
+    """Load the tile that is added to, when the consumers have freed its buffer."""
+    out_s, old_full, old_empty = old
+    for half in gl.static_range(2):
+        mbarrier.wait(old_empty.index(half), done & 1)
+        mbarrier.expect(old_full.index(half), ROWS * COLUMNS * out_d.dtype.primitive_bitwidth // 8)
+        load_tile(out_d, [row + half * ROWS, column], old_full.index(half), out_s.index(half))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def weight_tile(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, tile, across, step, steps, done, out_d, stages, old, ADD: gl.constexpr, STAGES: gl.constexpr,
+    DEEP: gl.constexpr
+):  # fmt: skip
+    """Multiply, and finish, the HALF-th ROWS rows of a tile of dW; return the next step."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    out_s, old_full, old_empty = old
+    buffer = out_s.index(HALF)
+    z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    if ADD:
+        z, step = multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
+        mbarrier.wait(old_full.index(HALF), done & 1)
+        z += buffer.load(layout).to(gl.float32)
+    else:
+        z, step = multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
+        tma.store_wait(0)
+    barrier()
+    buffer.store(z.to(out_d.dtype))
+    fence_async_shared()
+    barrier()
+    store_tile(out_d, [(tile // across) * (2 * ROWS) + HALF * ROWS, (tile % across) * COLUMNS], buffer)
+    return step
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -153,7 +206,6 @@ def _produce_weight(  # type: ignore[no-untyped-def]
     e_d, x_d, out_d, stages, old, rows, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr
 ):  # fmt: skip
     """Load E's and S's stages, and the tiles that are added to."""
-    out_s, old_full, old_empty = old
     across = gl.cdiv(D, COLUMNS)
     steps = gl.cdiv(rows, DEPTH)
     step = gl.to_tensor(0)
@@ -168,10 +220,7 @@ def _produce_weight(  # type: ignore[no-untyped-def]
             if ADD:  # noqa: SIM102 - known when compiled
                 # this stage was left last at the step in which the consumers freed the buffer, or later
                 if k == gl.minimum(STAGES + LEAVE, steps - 1):
-                    for half in gl.static_range(2):
-                        mbarrier.wait(old_empty.index(half), done & 1)
-                        mbarrier.expect(old_full.index(half), ROWS * COLUMNS * out_d.dtype.primitive_bitwidth // 8)
-                        load_tile(out_d, [row + half * ROWS, column], old_full.index(half), out_s.index(half))
+                    load_old(out_d, old, row, column, done)
         done += 1
 
 
@@ -180,28 +229,13 @@ def _consume_weight(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr, out_d, stages, old, rows, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
     DEEP: gl.constexpr
 ):  # fmt: skip
-    """Multiply, and finish, the HALF-th ROWS rows of each tile of E^T S."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    out_s, old_full, old_empty = old
+    """Compute the HALF-th ROWS rows of each tile of E^T S."""
     across = gl.cdiv(D, COLUMNS)
     steps = gl.cdiv(rows, DEPTH)
-    buffer = out_s.index(HALF)
     step = gl.to_tensor(0)
     done = gl.to_tensor(0)
     for tile in range(gl.program_id(0), _weight_tiles(rows, V, D, ADD), gl.num_programs(0)):
-        z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        if ADD:
-            z, step = multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
-            mbarrier.wait(old_full.index(HALF), done & 1)
-            z += buffer.load(layout).to(gl.float32)
-        else:
-            z, step = multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
-            tma.store_wait(0)
-        barrier()
-        buffer.store(z.to(out_d.dtype))
-        fence_async_shared()
-        barrier()
-        store_tile(out_d, [(tile // across) * (2 * ROWS) + HALF * ROWS, (tile % across) * COLUMNS], buffer)
+        step = weight_tile(HALF, tile, across, step, steps, done, out_d, stages, old, ADD, STAGES, DEEP)
         done += 1
     tma.store_wait(0)  # shared memory goes when the program ends
 
@@ -213,14 +247,7 @@ def _weight_grad(  # type: ignore[no-untyped-def]
     DEEP: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
-    out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
-    full, empty = barriers(STAGES, 2)
-    old_full, old_empty = barriers(2, 1)
-    fence_async_shared()
-    stages = (a_s, b_s, full, empty)
-    old = (out_s, old_full, old_empty)
+    stages, old = weight_stages(e_d, x_d, out_d, STAGES, DEPTH)
     rows = counted(count, first, C)
     gl.warp_specialize(
         [
@@ -234,31 +261,24 @@ def _weight_grad(  # type: ignore[no-untyped-def]
 
 
 def input_grad(
-    e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, used: Used = ALL,
-    *, stages: int = 4, depth: int = 64, deep: bool = False,
+    e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, used: Used = ALL, *, depth: int = 64
 ) -> None:  # fmt: skip
     """Write ``finish(E W)`` of the rows that are `Used` into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
     (C, V), D = e_CV.shape, w_VD.shape[1]
     _input_grad[(multiprocessors(e_CV.device),)](
         hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value), ends, room, *used,
-        C, V, D, STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
+        C, V, D, STAGES=4, DEPTH=depth, DEEP=False, num_warps=4,
     )  # fmt: skip
 
 
-def weight_grad(
-    e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL,
-    *, add: bool, stages: int | None = None, depth: int | None = None, deep: bool | None = None,
-) -> None:  # fmt: skip
+def weight_grad(e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL, *, add: bool) -> None:
     """Write ``E^T S`` over the rows that are `Used` into ``out_VD`` (bfloat16 or float32), or add it."""
-    (C, V), D = e_CV.shape, scaled_CD.shape[1]
-    narrow = out_VD.dtype == torch.bfloat16
-    depth = depth or (64 if narrow else 32)
-    stages = stages or (3 if narrow else 4)
-    deep = narrow if deep is None else deep
+    (C, V), D, narrow = e_CV.shape, scaled_CD.shape[1], out_VD.dtype == torch.bfloat16
+    depth, stages = (64, 3) if narrow else (32, 4)
     _weight_grad[(multiprocessors(e_CV.device),)](
         hopper_descriptor(e_CV, depth, ROWS.value), hopper_descriptor(scaled_CD, depth, COLUMNS.value),
         hopper_descriptor(out_VD, ROWS.value, COLUMNS.value), *used, C, V, D,
-        ADD=add, STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
+        ADD=add, STAGES=stages, DEPTH=depth, DEEP=narrow, num_warps=4,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ between. s and t are the student's and the teacher's probabilities, a and b thei
 in plain PyTorch.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,34 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import log1p_near
-from lowtide.head.kernels.gemm import PLAIN, LogitTransform
-from lowtide.head.kernels.row_softmax import PAD, number, put_gradient, row_factor, row_logits
+from lowtide.head.kernels.gemm import LogitTransform
+from lowtide.head.kernels.row_softmax import (
+    LOWEST,
+    PAD,
+    add_exponentials,
+    log_sum,
+    number,
+    put_gradient,
+    row_factor,
+    row_logits,
+)
 from lowtide.kernel_launch import Launcher, power_of_2
 
 # columns of each side that a program holds at a time, and a warp of it: the fastest on one H100 for rows of 128256
 LONGEST_BLOCK = {"forward_kl": 2048, "reverse_kl": 1024, "jsd": 2048, "tv": 2048}
 COLUMNS_A_WARP = {"forward_kl": 256, "reverse_kl": 256, "jsd": 128, "tv": 128}
-NUMBERS = ("value", "lse", "other_lse", "pivot")  # of each row
-LOWEST = tl.constexpr(-3.4028235e38)  # float32's lowest finite number
 TINY = tl.constexpr(2.0**-126)  # float32's smallest normal number
 NEAR = tl.constexpr(0.5)  # |a - b| below which a side is measured by the other: there the direct terms would cancel
-
-
-class Pair(NamedTuple):
-    """Both sides of a divergence, see `terms/dense`. Classes that one side lacks have probability 0 there.
-
-    The logits are float32, with row strides that are multiples of 8; the values from a side's last class to the next
-    multiple of 8 may be anything, and are read. Scales are above 0, soft caps tensors.
-    """
-
-    z_CV: Tensor
-    t_CU: Tensor
-    kind: str
-    beta: float = 0.5
-    kept_C: Tensor | None = None  # bool; rows where it is False are not read, and become 0. None: all are kept
-    student: LogitTransform = PLAIN
-    teacher: LogitTransform = PLAIN
-    longest_block: int | None = None  # columns handled at a time, a power of two from 8; None: what is fast
 
 
 @triton.jit
@@ -97,25 +87,6 @@ def _logits(row_ptr, at, n, transform, scale, softcap):  # type: ignore[no-untyp
     return x, tl.where(at < n, z, float("-inf"))
 
 
-@triton.jit
-def _add_exponential(z, top, total):  # type: ignore[no-untyped-def]
-    """Each column's highest logit so far, its sum of exp(z - top), and how the sum is to be scaled, with one more.
-
-    Nothing here goes across columns: a maximum over a block would make all warps wait for each other in each.
-    """
-    e = tl.exp(-tl.abs(z - top))
-    higher = z > top
-    return tl.where(higher, z, top), tl.where(higher, total * e + 1.0, total + e), e, higher
-
-
-@triton.jit
-def _log_sum(top, total):  # type: ignore[no-untyped-def]
-    """A row's highest logit, and the logarithm of its sum of exp(z - highest): NaN where no class is possible."""
-    highest = tl.max(top, 0)
-    whole = tl.sum(total * tl.exp(top - highest), 0)
-    return highest, tl.log(tl.where(whole > 0.0, whole, float("nan"))), whole
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """What this row's gradient terms are multiplied with, see `row_factor`."""
@@ -136,10 +107,7 @@ def _pair(  # type: ignore[no-untyped-def]
     student, teacher, transform, other_transform, kept_ptr, beta, numbers, out, KIND: tl.constexpr,
     KNOWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See the functions below. A row that is not kept is one of no columns: it is not read.
-
-    With KNOWN the logsumexps are read, else computed and, where there is room for them, stored.
-    """
+    """See `pair_rows`. A row that is not kept is one of no columns: it is not read."""
     row_ptr, pads, V = student
     other_ptr, other_pads, U = teacher
     value_ptr, lse_ptr, other_lse_ptr, pivot_ptr, mass_ptr = numbers
@@ -178,14 +146,14 @@ def _pair(  # type: ignore[no-untyped-def]
             at = start + tl.arange(0, BLOCK)
             _raw, z = _logits(row_ptr, at, n, transform, scale, softcap)
             _, other = _logits(other_ptr, at, k, other_transform, other_scale, other_softcap)
-            tops, totals, e, higher = _add_exponential(z, tops, totals)
-            other_tops, other_totals, _scale, _below = _add_exponential(other, other_tops, other_totals)
+            tops, totals, e, higher = add_exponentials(z, tops, totals)
+            other_tops, other_totals, _scale, _below = add_exponentials(other, other_tops, other_totals)
             if MEAN:  # of z - other over s, from which alone the gradient's pivot follows
                 gap = tl.where((z == float("-inf")) | (other == float("-inf")), 0.0, z - other)
                 gaps = tl.where(higher, gaps * e + gap, gaps + e * gap)
                 lacking = tl.where((other == float("-inf")) & (z > lacking), z, lacking)
-        top, log_total, total = _log_sum(tops, totals)
-        other_top, other_log_total, other_total = _log_sum(other_tops, other_totals)
+        top, log_total, total = log_sum(tops, totals)
+        other_top, other_log_total, other_total = log_sum(other_tops, other_totals)
         if MEAN:
             mean_gap = tl.sum(gaps * tl.exp(tops - top), 0) / total
             impossible = tl.max(lacking, 0)  # the student's highest logit where the teacher has no class
@@ -253,53 +221,39 @@ def _pair(  # type: ignore[no-untyped-def]
             put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
 
 
-def pair_rows(pair: Pair) -> dict[str, Tensor]:
-    """Return each row's divergence [C], both logsumexps and the pivot of its gradient, as `terms/dense` has them.
+def pair_rows(
+    z_CV: Tensor, t_CU: Tensor, kept_C: Tensor | None, transforms: tuple[LogitTransform, LogitTransform], kind: str,
+    beta: float, numbers: Sequence[Tensor | None], out_CV: Tensor | None = None, factor_C: Tensor | None = None, *,
+    known: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Write numbers of each row [C], and the gradient of ``sum(factor * value)`` with respect to the student's logits.
 
-    A row that holds NaN, or +inf, or nothing but -inf, on either side, becomes NaN. The logits are unchanged, and
-    nothing of their size is allocated.
+    Both sides' logits ``z_CV`` and ``t_CU`` are float32, with row strides that are multiples of 8; the values from the
+    last class to the next multiple of 8 may be anything, and are read. Rows where ``kept_C`` (bool) is False are not
+    read, and become 0. Scales are above 0, soft caps tensors, ``beta`` the jsd's.
+
+    ``numbers`` are (value, lse, other_lse, pivot, mass), contiguous, None where not wanted, as `terms/dense` has them.
+    With a mass, value, pivot and mass are what these classes add to each row's sums; without a value the logsumexps are
+    of these classes only, -inf where none of them is possible. ``known`` logsumexps, and without a value the pivot, are
+    read. A row that holds NaN, or +inf, or nothing but -inf, on either side, becomes NaN.
+
+    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be ``z_CV`` itself, or bfloat16 or float16
+    and shares no memory with it: then without ``factor_C``, for which its range is not enough. What lies between V and
+    the next multiple of 8 becomes 0. Return for a float16 gradient what each row is still to be multiplied with [C],
+    such that its values in memory are at most 2**14.
     """
-    C = len(pair.z_CV)
-    numbers = {name: pair.z_CV.new_empty(C) for name in NUMBERS}  # an operator returns no views of one memory
-    _launch(pair, (*numbers.values(), None))
-    return numbers
-
-
-def pair_logsumexps(pair: Pair) -> Tensor:
-    """Return both sides' logsumexps [2, C] of these classes, some of all: -inf where none of them is possible."""
-    both = pair.z_CV.new_empty(2, len(pair.z_CV))
-    _launch(pair, (None, *both, None, None))
-    return both
-
-
-def pair_sums(pair: Pair, both_lse: Tensor) -> Tensor:
-    """Return what these classes add to each row's divergence, to its pivot's numerator and to its denominator [3, C].
-
-    ``both_lse`` are the logsumexps [2, C] over all classes.
-    """
-    value, pivot, mass = sums = pair.z_CV.new_empty(3, len(pair.z_CV))
-    _launch(pair, (value, *both_lse, pivot, mass), known=True)
-    return sums
-
-
-def pair_gradient(
-    pair: Pair, out_CV: Tensor, numbers: dict[str, Tensor], factor_C: Tensor | None = None
-) -> Tensor | None:
-    """Write the gradient of ``sum(factor * value)`` with respect to the student's logits.
-
-    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be the student's logits themselves, or
-    bfloat16 or float16 and shares no memory with them: then without ``factor_C``, for which its range is not enough.
-    What lies between V and the next multiple of 8 becomes 0. ``numbers`` are from `pair_rows`, or "value" alone, which
-    takes the rows' divergence: then the others are computed on the way. Return for a float16 gradient what each row is
-    still to be multiplied with [C], such that its values in memory are at most 2**14.
-    """
-    assert out_CV.shape == pair.z_CV.shape
-    assert factor_C is None or out_CV.dtype == torch.float32
-    known = "lse" in numbers
-    lift = pair.z_CV.new_empty(len(out_CV)) if out_CV.dtype == torch.float16 else None
-    value, *rest = (numbers.get(name) for name in NUMBERS)
-    _launch(pair, (None if known else value, *rest, None), (*_rows(out_CV)[:2], factor_C, lift), known=known)
-    return lift
+    (C, V), U = z_CV.shape, t_CU.shape[1]
+    assert z_CV.dtype == t_CU.dtype == torch.float32
+    assert factor_C is None or (out_CV is not None and out_CV.dtype == torch.float32)
+    lift_C = z_CV.new_empty(C) if out_CV is not None and out_CV.dtype == torch.float16 else None
+    if C:
+        out = (None, 0, 0) if out_CV is None else _rows(out_CV)
+        block = min(max(power_of_2(V if numbers[0] is None and known else max(V, U)), 8), LONGEST_BLOCK[kind])
+        _pair[(C,)](
+            _rows(z_CV), _rows(t_CU), *transforms, kept_C, float(beta), tuple(numbers), (*out[:2], factor_C, lift_C),
+            KIND=kind, KNOWN=known, BLOCK=block, num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
+        )  # fmt: skip
+    return lift_C
 
 
 def _rows(x_CV: Tensor) -> tuple[Tensor, int, int]:
@@ -307,24 +261,3 @@ def _rows(x_CV: Tensor) -> tuple[Tensor, int, int]:
     assert x_CV.stride(0) % PAD.value == 0
     assert x_CV.stride(1) == 1 or x_CV.shape[1] == 1
     return x_CV, x_CV.stride(0) // PAD.value, x_CV.shape[1]
-
-
-def _launch(
-    pair: Pair,
-    numbers: tuple[Tensor | None, ...],
-    out: tuple[Tensor | None, int, Tensor | None, Tensor | None] = (None, 0, None, None),
-    *,
-    known: bool = False,
-) -> None:
-    z_CV, t_CU, kind, beta, kept_C, student, teacher, longest = pair
-    (C, V), U = z_CV.shape, t_CU.shape[1]
-    assert len(t_CU) == C
-    assert z_CV.dtype == t_CU.dtype == torch.float32
-    assert all(x is None or x.is_contiguous() for x in (student.bias_V, teacher.bias_V, kept_C, out[2], *numbers))
-    if not C:
-        return
-    block = min(max(power_of_2(V if numbers[0] is None and known else max(V, U)), 8), longest or LONGEST_BLOCK[kind])
-    _pair[(C,)](
-        _rows(z_CV), _rows(t_CU), student, teacher, kept_C, float(beta), numbers, out, KIND=kind, KNOWN=known,
-        BLOCK=block, num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
-    )  # fmt: skip

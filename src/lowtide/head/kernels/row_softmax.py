@@ -14,6 +14,7 @@ from lowtide.kernel_launch import Launcher, power_of_2
 
 PAD = tl.constexpr(8)  # float32 values: rows are whole numbers of 32 bytes long
 FP16_TOP = tl.constexpr(2.0**14)  # where a row's largest fp16 value is put at most, a factor of four below the largest
+LOWEST = tl.constexpr(-3.4028235e38)  # float32's lowest finite number
 LONGEST_BLOCK = 4096
 OUT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -41,6 +42,25 @@ def row_logits(row_ptr, at, n, transform, scale, softcap):  # type: ignore[no-un
     if transform.softcap is not None:
         capped = softcap * tanh(z / softcap)
     return z, capped
+
+
+@triton.jit
+def add_exponentials(z, top, total):  # type: ignore[no-untyped-def]
+    """Each column's highest logit so far, its sum of exp(z - top), and how the sum is to be scaled, with one more.
+
+    Nothing here goes across columns: a maximum over a block would make all warps wait for each other in each.
+    """
+    e = tl.exp(-tl.abs(z - top))
+    higher = z > top
+    return tl.where(higher, z, top), tl.where(higher, total * e + 1.0, total + e), e, higher
+
+
+@triton.jit
+def log_sum(top, total):  # type: ignore[no-untyped-def]
+    """A row's highest logit, and the logarithm of its sum of exp(z - highest): NaN where no class is possible."""
+    highest = tl.max(top, 0)
+    whole = tl.sum(total * tl.exp(top - highest), 0)
+    return highest, tl.log(tl.where(whole > 0.0, whole, float("nan"))), whole
 
 
 @triton.jit
@@ -96,8 +116,8 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     _, t = row_logits(row_ptr, y, n, transform, scale, softcap)
     t = tl.where(unit == unit, t, unit)
     pivot = tl.where(tl.abs(t) < float("inf"), t, 0.0)  # sums of z - t do not cancel where logits share an offset
-    highest = t
-    others = tl.zeros((BLOCK,), tl.float32)  # of exp(z - highest), without the target's
+    tops = tl.full((BLOCK,), LOWEST, tl.float32)
+    totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - top), without the target's
     weighted = tl.zeros((BLOCK,), tl.float32)  # of q (z - pivot)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -108,12 +128,10 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
                 above *= tl.load(class_weight_ptr + at, mask=at < n, other=0.0)
             weighted += tl.where(at < n, above, 0.0)
         z = tl.where((at < n) & (at != y), z, float("-inf"))
-        so_far = highest
-        highest = tl.maximum(so_far, tl.max(z, 0))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)  # no class so far is possible: no NaN yet
-        others = others * tl.exp(so_far - shift) + tl.exp(z - shift)
+        tops, totals, _e, _higher = add_exponentials(z, tops, totals)
 
-    e_t, e_others = tl.exp(t - highest), tl.sum(others, 0)
+    highest = tl.maximum(t, tl.max(tops, 0))
+    e_t, e_others = tl.exp(t - highest), tl.sum(totals * tl.exp(tops - highest), 0)
     total = e_t + e_others
     lse = highest + tl.log(total)
     share = (1.0 - label_smoothing) * q_y

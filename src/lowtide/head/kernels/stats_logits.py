@@ -142,11 +142,10 @@ def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CO
 def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write ``f_v (p_v (slope - heat (z_v - lse)) + even)``, p = exp(z - lse), f_v = 1 - (z_v / softcap)**2 with a cap.
 
-    An epilogue of `gemm.gemm_tiles`, with `Entries`, a half at a time where a tile is stored so. In rows whose s is 0,
+    An epilogue of `gemm.gemm_tiles`, with `Entries`, a half at a time. In rows whose s is 0,
     zeros. Targets and the highest class are as the others: see `stats_rows.put_entries`.
     """
-    WIDTH: tl.constexpr = CONFIG.columns // CONFIG.pieces
-    PIECES: tl.constexpr = CONFIG.pieces
+    WIDTH: tl.constexpr = CONFIG.columns // 2
     column = p * CONFIG.columns
     rows = row + tl.arange(0, CONFIG.rows)
     inside = rows < C
@@ -157,10 +156,8 @@ def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr,
         heat = tl.load(of_row.heat + rows, mask=inside, other=0.0) * LN2
     if of_row.even is not None:
         even = tl.load(of_row.even + rows, mask=inside, other=0.0)
-    pieces = (z,)
-    if PIECES == 2:
-        pieces = halves(z, CONFIG)
-    for i in tl.static_range(PIECES):
+    pieces = halves(z, CONFIG)
+    for i in tl.static_range(2):
         logits = finish_logits(pieces[i], column + i * WIDTH + tl.arange(0, WIDTH), V, transform)
         gradient, below = _exponential(logits, lse, transform)
         if of_row.heat is not None:

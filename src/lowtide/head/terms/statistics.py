@@ -70,26 +70,38 @@ class Statistics(Terms):
         here: tuple[Tensor, Tensor | None] = head.ranks.here(y_nK)
         self.y, self.here = here
 
-    @property
-    def _of_one_target(self) -> bool:
-        return not self.want - {"mean"} and self.y.shape[1] == 1
-
     def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """Return "lse", "logprob" [C, K], "top", "top_logprob" and what is requested; see `Terms.numbers`."""
-        if self._of_one_target:
-            return self._softmax_(z, part) if self.head.ranks.alone else self._about_target(z, part)
-        ranks, want = self.head.ranks, self.want
-        z_V = z[:, : ranks.rows]
-        at_y = z.gather(1, self.y[part])
-        if self.here is not None:
-            at_y = at_y.where(self.here[part], 0)
-        sums = row_sums(z_V, self.columns, heat="entropy" in want, squares="sum_sq_prob" in want)
-        if "mean" in want:
-            sums["total"] = self._total(z_V)
-        if not ranks.alone:
-            sums, at_y = self._of_all_ranks(sums, at_y)
-        found = numbers_of(sums, at_y) | ({"mean": sums["total"] / ranks.vocab} if "total" in sums else {})
-        return found | self._highest(z_V) if self.topk else found
+        """Return "lse", "logprob" [C, K], with "top" also "top_logprob", and what is requested.
+
+        Alone the logits become probabilities, by few operators, each over all of the chunk: on a CPU each one wakes all
+        threads, and waits for the last. 1 - p of the highest class, or without "top" of the only target (the highest
+        logit without its class is found 7 times as fast), is summed over the other classes, so that it keeps its
+        precision for confident tokens. NaN and infinities are returned as by `torch.log_softmax`.
+        """
+        if not self.head.ranks.alone:
+            return self._of_all_ranks(z, part)
+        y, want = self.y[part], self.want
+        found = {"mean": self._total(z) / z.shape[1]} if "mean" in want else {}
+        if self.topk:
+            found["topk_values"], found["topk_ids"] = torch.topk(z, self.topk, dim=1)
+        t, (highest, sure) = z.gather(1, y), z.max(1) if "top" in want else (z.amax(1), y[:, 0])
+        probabilities_(z)
+        p_top = z.gather(1, sure[:, None])[:, 0] if "top" in want else z.amax(1)
+        log_top = p_top.log()
+        z.scatter_(1, sure[:, None], 0)
+        miss = z.sum(1)
+        log_sure, is_sure = torch.log1p(-miss), miss < 0.5
+        logprob = torch.where(
+            (y == sure[:, None]) & is_sure[:, None], log_sure[:, None], t - highest[:, None] + log_top[:, None]
+        )
+        found |= {"lse": highest.where(highest.isinf(), highest - log_top), "logprob": logprob}
+        if "top" in want:
+            found |= {"top": sure, "top_logprob": torch.where(is_sure, log_sure, log_top)}
+        if "sum_sq_prob" in want:
+            found["sum_sq_prob"] = p_top.square() + torch.linalg.vector_norm(z, dim=1).square()
+        if "entropy" in want:
+            found["entropy"] = torch.special.entr(z, out=z).sum(1) - p_top * found["top_logprob"]
+        return found
 
     def _total(self, z_V: Tensor) -> Tensor:
         return z_V.sum(1) if self.q_V is None else z_V @ self.q_V
@@ -97,67 +109,29 @@ class Statistics(Terms):
     def both_(
         self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Upstream]
     ) -> tuple[Numbers, Tensor | None]:
-        """See `Terms.both_`; of one target the probabilities are the gradient's too."""
-        if not self._of_one_target:
-            return super().both_(z, part, upstream)
+        """See `Terms.both_`; alone the probabilities are the gradient's too."""
         if not (self.head.ranks.alone and len(z)):
-            numbers = self._about_target(z, part)
-            return numbers, self.gradient_(z, part, numbers, upstream(numbers, part))
+            return super().both_(z, part, upstream)
         cap, found = self.head.softcap, []
         for rows in slices(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS)):
             block, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
             slope = None if cap is None else (block / cap).square_().neg_().add_(1)
-            numbers = self._softmax_(block, of_all)
+            numbers = self.numbers(block, of_all)
             outside = self.gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, normalised=True)
             found.append((numbers, outside))
         return joined(found)
 
-    def _softmax_(self, z: Tensor, part: slice) -> Numbers:
-        """Return the numbers of one target, and leave probabilities, 0 at the target.
-
-        Few operators, each over all of the chunk: on a CPU each one wakes all threads, and waits for the last. A pass
-        over columns with `_about_target` takes three times as long there. 1 - p_y is summed over the other classes, so
-        that it keeps its precision for confident tokens. NaN and infinities are returned as by `torch.log_softmax`.
-        """
-        y = self.y[part]
-        found = {"mean": self._total(z) / z.shape[1]} if "mean" in self.want else {}
-        t, highest = z.gather(1, y)[:, 0], z.amax(1)
-        probabilities_(z)
-        lse = highest - z.amax(1).log()  # the highest logit's probability is 1 / sum
-        z.scatter_(1, y, 0)
-        miss = z.sum(1)
-        logprob = torch.where(miss < 0.5, torch.log1p(-miss), t - lse)
-        return found | {"lse": lse, "logprob": logprob[:, None]}
-
-    def _about_target(self, z: Tensor, part: slice) -> Numbers:
-        """Return the numbers of one target: the highest logit without its class is found 7 times as fast.
-
-        The logsumexp of the other classes and the target's logit are all that ranks exchange.
-        """
-        y, ranks = self.y[part], self.head.ranks
-        t = z.gather(1, y)
-        mine = [self._total(z[:, : ranks.rows])] if "mean" in self.want else []
-        z.scatter_(1, y, -torch.inf)
-        highest = z.amax(1)
-        highest = highest.where(highest != -torch.inf, 0)
-        rest = torch.zeros_like(highest)
-        for cols in slices(z.shape[1], self.columns):
-            rest += (z[:, cols] - highest[:, None]).exp_().sum(1)
-        z.scatter_(1, y, t)
-        here = t[:, 0] if self.here is None else t[:, 0].where(self.here[part, 0], 0)
-        every = ranks.gather(torch.stack([highest + rest.log(), here, *mine]))
-        others, t_C = every[:, 0].logsumexp(0), every[:, 1].sum(0)
-        gap = others - t_C
-        # log(1 + exp(gap)) is exact to its last digit where p is close to 1; and NaN of an infinite logit
-        nll = torch.logaddexp(gap, torch.zeros_like(gap)) + 0 * t_C.clamp(min=0)
-        found = {"mean": every[:, 2].sum(0) / ranks.vocab} if mine else {}
-        return found | {"lse": torch.logaddexp(others, t_C), "logprob": -nll[:, None]}
-
-    def _of_all_ranks(self, sums: Numbers, at_y: Tensor) -> tuple[Numbers, Tensor]:
-        """Return the same of the whole vocabulary from every rank's, about the highest logit of all."""
-        ranks, nothing = self.head.ranks, sums["top"] == -torch.inf  # on this rank; another may have more
-        given = {name: x.masked_fill(nothing, 0) for name, x in sums.items() if name in ("rest", "heat", "squares")}
-        given = sums | given | {"top_id": (sums["top_id"] + ranks.first).to(at_y.dtype)}  # float32: exact up to 2^24
+    def _of_all_ranks(self, z: Tensor, part: slice) -> Numbers:
+        """Return the numbers of the whole vocabulary from every rank's sums, about the highest logit of all."""
+        ranks, want, z_V = self.head.ranks, self.want, z[:, : self.head.ranks.rows]
+        at_y = z.gather(1, self.y[part])
+        at_y = at_y if self.here is None else at_y.where(self.here[part], 0)
+        sums = row_sums(z_V, self.columns, heat="entropy" in want, squares="sum_sq_prob" in want)
+        nothing = sums["top"] == -torch.inf  # on this rank; another may have more
+        given = {name: x if "top" in name else x.masked_fill(nothing, 0) for name, x in sums.items()}
+        given["top_id"] = (sums["top_id"] + ranks.first).to(at_y.dtype)  # float32: exact up to 2^24
+        if "mean" in want:
+            given["total"] = self._total(z_V)
         every = ranks.gather(torch.cat((torch.stack([*given.values()], 1), at_y), 1))  # [W, C, numbers and targets]
         of = {name: every[..., i] for i, name in enumerate(given)}
         top, winner = of["top"].max(0)
@@ -170,21 +144,19 @@ class Statistics(Terms):
             merged["heat"] = (weight * (of["heat"] + below.clamp(min=FLOOR) * count)).sum(0)
         if "squares" in of:
             merged["squares"] = (weight.square() * (of["squares"] + others)).sum(0)
+        found = numbers_of(merged, every[..., len(given) :].sum(0))
         if "total" in of:
-            merged["total"] = of["total"].sum(0)
-        return merged, every[..., len(given) :].sum(0)
+            found["mean"] = of["total"].sum(0) / ranks.vocab
+        return found | self._highest(z_V) if self.topk else found
 
     def _highest(self, z_V: Tensor) -> Numbers:
-        values, ids = torch.topk(z_V, min(self.topk, z_V.shape[1]), dim=1)
-        ranks = self.head.ranks
-        if not ranks.alone:
-            short = self.topk - values.shape[1]
-            mine = torch.stack((values, (ids + ranks.first).to(values.dtype)))
-            padded = torch.nn.functional.pad(mine, (0, short), value=-torch.inf)
-            values, ids = ranks.gather(padded).permute(1, 2, 0, 3).flatten(2)
-            values, best = torch.topk(values, self.topk, dim=1)
-            ids = ids.gather(1, best).long()
-        return {"topk_values": values, "topk_ids": ids}
+        """Return all ranks' highest logits."""
+        ranks, (values, ids) = self.head.ranks, torch.topk(z_V, min(self.topk, z_V.shape[1]), dim=1)
+        mine = torch.stack((values, (ids + ranks.first).to(values.dtype)))
+        padded = torch.nn.functional.pad(mine, (0, self.topk - values.shape[1]), value=-torch.inf)
+        values, ids = ranks.gather(padded).permute(1, 2, 0, 3).flatten(2)
+        values, best = torch.topk(values, self.topk, dim=1)
+        return {"topk_values": values, "topk_ids": ids.gather(1, best).long()}
 
     def gradient_(
         self, z: Tensor, part: slice, known: Numbers, g: Upstream, *, normalised: bool = False,

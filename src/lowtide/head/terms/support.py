@@ -53,7 +53,7 @@ def _statistics(head: Head, args: SupportArgs, tokens: slice, keep: bool) -> dic
         ids = ids.masked_fill(~valid.any(1, keepdim=True), NOTHING)
     inside = at >= 0
     z, empty = _logits(head, ids, tokens)
-    numbers = _terms(head, args, at).numbers(z, slice(0, len(z)))
+    numbers = _terms(head, args, at).numbers(z.clone(), slice(0, len(z)))
     undefined = ~is_class | numbers["lse"].isnan()[:, None]
     of_class = numbers["logprob"].masked_fill(~inside, -torch.inf).masked_fill(undefined, torch.nan)
     stats = {
@@ -107,12 +107,13 @@ def backward(
 
 def _gradient(head: Head, args: SupportArgs, tokens: slice, g: Upstream, known: dict[str, Tensor]) -> Tensor:
     """Return the gradient of the dot products of a chunk's tokens [n, K], 0 at pads and where nothing flows back."""
-    y, z, at = args.target[tokens], known["set_z"].clone(), known["target_at"]
+    y, z, at = args.target[tokens], known["set_z"], known["target_at"]
     wrong = (y != args.ignore_index) & ((y < 0) | (y >= head.ranks.vocab))
     if isinstance(g.logprob, Tensor):
         g = g._replace(logprob=g.logprob.where(at >= 0, 0).masked_fill(wrong, torch.nan))
     terms, every = _terms(head, args, at), slice(0, len(z))
-    terms.gradient_(z, every, terms.numbers(z, every), g)
+    numbers, z = terms.numbers(z.clone(), every), z.clone()
+    terms.gradient_(z, every, numbers, g)
     nothing = g.largest(head.ranks.vocab) == 0
     return z.masked_fill_((known["set_id"] == NOTHING) | nothing[:, None], 0)
 

@@ -21,24 +21,19 @@ import torch
 from torch import Tensor
 
 from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.gradient_gemms_hopper import input_stages, load_old, weight_stages, weight_tile
 from lowtide.head.kernels.hopper import (
     COLUMNS,
     CONSUMER_REGISTERS,
     LEAVE,
     PRODUCER_REGISTERS,
     ROWS,
-    barrier,
-    barriers,
     counted,
-    fence_async_shared,
     gl,
     gluon,
     hopper_descriptor,
     load_stage,
-    load_tile,
-    mbarrier,
     multiply,
-    store_tile,
     tma,
 )
 from lowtide.head.kernels.input_rows_hopper import InputRows, Room, await_parts, finish_input, store_part
@@ -134,11 +129,7 @@ def _input_grad(  # type: ignore[no-untyped-def]
     e_d, w_d, mass_d, mean_d, ends, lists, room, count, first, C, P, V, D, STAGES: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
-    full, empty = barriers(STAGES, 2)
-    fence_async_shared()
-    stages = (a_s, b_s, full, empty)
+    stages = input_stages(e_d, w_d, STAGES, DEPTH)
     operands = (e_d, w_d, mass_d, mean_d)
     rows = counted(count, first, C)
     gl.warp_specialize(
@@ -152,27 +143,17 @@ def _input_grad(  # type: ignore[no-untyped-def]
     )
 
 
-@gluon.jit
-def _weight_unit(unit, lists, across):  # type: ignore[no-untyped-def]
-    """Return (tile across the vocabulary, first class, tile of D, how many tiles of rows)."""
-    tile = unit // (2 * across)
-    place = unit % (2 * across)
-    count = gl.load(lists.down_count + tile)
-    return tile, tile * COLUMNS + (place // across) * (2 * ROWS), (place % across) * COLUMNS, count
-
-
 @gluon.jit  # type: ignore[untyped-decorator]
 def _produce_weight(  # type: ignore[no-untyped-def]
     e_d, x_d, out_d, stages, old, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr
 ):
     """Load E's and S's stages, and the tiles that are added to."""
-    out_s, old_full, old_empty = old
     across = gl.cdiv(D, COLUMNS)
     step = gl.to_tensor(0)
     done = gl.to_tensor(0)
     for unit in range(gl.program_id(0), P * 2 * across, gl.num_programs(0)):
-        tile, row, column, count = _weight_unit(unit, lists, across)
-        steps = count * PER_ROW_TILE
+        tile, row, column = unit // (2 * across), (unit // across) * (2 * ROWS), (unit % across) * COLUMNS
+        count = gl.load(lists.down_count + tile)
         kept = lists.down + tile * R
         ahead = gl.load(kept)
         for at in range(count):
@@ -184,11 +165,8 @@ def _produce_weight(  # type: ignore[no-untyped-def]
                 step += 1
                 if ADD:  # noqa: SIM102 - known when compiled
                     # this stage was left last at the step in which the consumers freed the buffer, or later
-                    if at * PER_ROW_TILE + k == gl.minimum(STAGES + LEAVE, steps - 1):
-                        for half in gl.static_range(2):
-                            mbarrier.wait(old_empty.index(half), done & 1)
-                            mbarrier.expect(old_full.index(half), ROWS * COLUMNS * out_d.dtype.primitive_bitwidth // 8)
-                            load_tile(out_d, [row + half * ROWS, column], old_full.index(half), out_s.index(half))
+                    if at * PER_ROW_TILE + k == gl.minimum(STAGES + LEAVE, count * PER_ROW_TILE - 1):
+                        load_old(out_d, old, row, column, done)
         if ADD:
             done += gl.minimum(count, 1)
 
@@ -197,37 +175,18 @@ def _produce_weight(  # type: ignore[no-untyped-def]
 def _consume_weight(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr, out_d, stages, old, lists, P, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
-    """Multiply, and finish, the HALF-th ROWS rows of each tile of dW."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    out_s, old_full, old_empty = old
+    """Compute the HALF-th ROWS rows of each tile of dW: where nothing is kept, only if nothing is added to."""
     across = gl.cdiv(D, COLUMNS)
-    buffer = out_s.index(HALF)
     step = gl.to_tensor(0)
     done = gl.to_tensor(0)
     for unit in range(gl.program_id(0), P * 2 * across, gl.num_programs(0)):
-        _, row, column, count = _weight_unit(unit, lists, across)
-        steps = count * PER_ROW_TILE
+        steps = gl.load(lists.down_count + unit // (2 * across)) * PER_ROW_TILE
         if ADD:
             if steps > 0:
-                z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-                z, step = multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
-                mbarrier.wait(old_full.index(HALF), done & 1)
-                z += buffer.load(layout).to(gl.float32)
-                barrier()
-                buffer.store(z.to(out_d.dtype))
-                fence_async_shared()
-                barrier()
-                store_tile(out_d, [row + HALF * ROWS, column], buffer)
+                step = weight_tile(HALF, unit, across, step, steps, done, out_d, stages, old, ADD, STAGES, DEEP)
                 done += 1
         else:
-            z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-            z, step = multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
-            tma.store_wait(0)
-            barrier()
-            buffer.store(z.to(out_d.dtype))
-            fence_async_shared()
-            barrier()
-            store_tile(out_d, [row + HALF * ROWS, column], buffer)
+            step = weight_tile(HALF, unit, across, step, steps, done, out_d, stages, old, ADD, STAGES, DEEP)
     tma.store_wait(0)  # shared memory goes when the program ends
 
 
@@ -237,14 +196,7 @@ def _weight_grad(  # type: ignore[no-untyped-def]
     e_d, x_d, out_d, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
-    out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
-    full, empty = barriers(STAGES, 2)
-    old_full, old_empty = barriers(2, 1)
-    fence_async_shared()
-    stages = (a_s, b_s, full, empty)
-    old = (out_s, old_full, old_empty)
+    stages, old = weight_stages(e_d, x_d, out_d, STAGES, DEPTH)
     gl.warp_specialize(
         [
             (_consume_weight, (0, out_d, stages, old, lists, P, D, ADD, STAGES, DEEP)),
