@@ -260,11 +260,9 @@ def _weight_grad(  # type: ignore[no-untyped-def]
     )
 
 
-def input_grad(
-    e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, used: Used = ALL, *, depth: int = 64
-) -> None:  # fmt: skip
+def input_grad(e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, used: Used = ALL) -> None:
     """Write ``finish(E W)`` of the rows that are `Used` into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
-    (C, V), D = e_CV.shape, w_VD.shape[1]
+    (C, V), D, depth = e_CV.shape, w_VD.shape[1], 64
     _input_grad[(multiprocessors(e_CV.device),)](
         hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value), ends, room, *used,
         C, V, D, STAGES=4, DEPTH=depth, DEEP=False, num_warps=4,
