@@ -145,6 +145,8 @@ class Statistics(Terms):
         if "squares" in of:
             merged["squares"] = (weight.square() * (of["squares"] + others)).sum(0)
         found = numbers_of(merged, every[..., len(given) :].sum(0))
+        if "top" not in want:
+            del found["top"], found["top_logprob"]
         if "total" in of:
             found["mean"] = of["total"].sum(0) / ranks.vocab
         return found | self._highest(z_V) if self.topk else found
