@@ -157,7 +157,7 @@ def _input_grad(  # type: ignore[no-untyped-def]
     )
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
+@gluon.jit
 def load_old(out_d, old, row, column, done):  # type: ignore[no-untyped-def]
     """Load the tile that is added to, when the consumers have freed its buffer."""
     out_s, old_full, old_empty = old

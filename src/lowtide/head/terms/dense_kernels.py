@@ -29,8 +29,13 @@ class DenseKernels(Dense):
 
         return of(self.head), of(self.teacher)
 
-    def _rows(self, sides: Any, numbers: Sequence[Tensor | None], *out: Tensor | None, known: bool = False) -> Any:
-        return pair_rows(*sides, self._transforms, self.kind, self.beta, numbers, *out, known=known)
+    def _rows(
+        self, sides: Any, numbers: Sequence[Tensor | None], out_CV: Tensor | None = None,
+        factor_C: Tensor | None = None, *, known: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        z_CV, t_CU, kept_C = sides
+        of = self._transforms, self.kind, self.beta, numbers, out_CV, factor_C
+        return pair_rows(z_CV, t_CU, kept_C, *of, known=known)
 
     def both_(self, z: Tensor, part: slice, upstream: UpstreamOf) -> tuple[Numbers, Tensor | None]:
         """Return "value" and what `gradient_` does."""
