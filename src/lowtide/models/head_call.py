@@ -5,6 +5,7 @@ Legend: hidden [..., D], logits [..., V].
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +18,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import why_not_call
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
-from lowtide.models.steps import LogitArguments, Step, replay, rows_of
-
-CHANGED = (
-    "logits: expected the hidden states and the output embedding as the forward pass left them, got ones changed since "
-    "(by an optimizer step, a load, an average put in). The logits were not kept: read outputs.logits before the "
-    "change, or call the model again."
-)
+from lowtide.models.steps import LogitArguments, Rows, Step, replay, rows_of
 
 # The stock forward of a head, and work that needs it, done with the head and its input.
 Forward = Callable[[Tensor], Tensor]
@@ -61,11 +56,10 @@ class HeadCall:
         self.fused = False
         self.built = False
         self.passed = False  # something with a graph was computed past the logits
-        self.row_scores: list[Any] = []  # of all rows, as computed for the first of them: see `row_scores`
         self.hooked = False  # a gradient hook is on logits that are built
         self.weight_dtype = head.weight.dtype
-        self.partitioned = any(map(is_partitioned, self.tensors))  # by ZeRO-3
         tensors = self.tensors
+        self.partitioned = any(map(is_partitioned, tensors))  # by ZeRO-3
         self._found = tensors if self.partitioned else None
         self._state = _state(tensors)
         # What stock's graph has: flags that are set later count for the calls that follow.
@@ -82,7 +76,7 @@ class HeadCall:
 
     @property
     def classes(self) -> int:
-        """Return V, or of a sharded head this rank's."""
+        """Return V."""
         return self.head.weight.shape[0]
 
     @property
@@ -101,22 +95,13 @@ class HeadCall:
 
         ``why`` is for the report; ``inference`` is whether the last step was done in inference mode.
         """
-
-        def work(_: nn.Linear, forward: Forward, hidden: Tensor) -> Tensor:
-            return self._logits(forward, (hidden, *self.tensors[1:]))
-
         if not self.built:
             self.built = True
             self.report.count_materialised(why)
-        with self._modes(grad_mode=grad_mode, inference=self._inference):
-            logits = self._run(work)
+        with self.modes(grad_mode=grad_mode, inference=self._inference):
+            logits = self._run(lambda _, forward, hidden: self._logits(forward, (hidden, *self.tensors[1:])))
             with torch.inference_mode(inference):
                 return replay(logits, steps)
-
-    def view(self, base: Tensor, step: Step, *, grad_mode: bool, inference: bool) -> Tensor:
-        """Return a view of real logits, as it would have been taken in the modes of that time."""
-        with self._modes(grad_mode=grad_mode, inference=inference):
-            return replay(base, (step,))
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `tensors` for a gradient that reached the logits."""
@@ -127,8 +112,8 @@ class HeadCall:
                 x if x is None or isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
                 for x in self.tensors
             )
-            logits = replay(self._logits(forward, inputs), steps)
             trained = [x for x in inputs if x is not None and x.requires_grad]
+            logits = replay(self._logits(forward, inputs), steps)
             gradients = iter(torch.autograd.grad(logits, trained, grad_logits) if trained else ())
             return tuple(next(gradients) if x is not None and x.requires_grad else None for x in inputs)
 
@@ -137,23 +122,51 @@ class HeadCall:
                 "logits: expected operations of PyTorch, for the output embedding's weight has a gradient hook, got a "
                 "custom autograd function, behind which that hook would run twice. Call lowtide.unpatch(model)."
             )
-        with self._modes(grad_mode=True, inference=False):
+        with self.modes(grad_mode=True, inference=False):
             if self.partitioned:
                 keep_for_backward(self.linked)
             return self._run(work, link=False)  # type: ignore[no-any-return]  # gradients are what it gives
 
-    def why_not_again(self) -> str | None:
-        """Return why the head may do more now than it did then."""
-        return why_not_call(self.head)
+    def without_logits(
+        self, rows: Rows | None, folded: LogitArguments, function: Callable[..., Any], *, per_row: bool = True
+    ) -> Any:
+        """Return what ``function`` computes of these rows of the logits, after the steps that `fold` gave ``folded``.
+
+        ``per_row`` is whether that is a value of each. It is called with (hidden, weight), ``linear_bias``,
+        ``logit_scale``, ``softcap``, ``options`` and the keyword arguments of `operands`.
+        """
+
+        def work(head: nn.Linear, _: Forward, hidden: Tensor) -> Any:
+            assert rows is not None
+            options = self.options
+            if options is not None and per_row:  # only a loss that is one number can have its gradients in forward
+                options = replace(options, gradient="auto")
+            hidden, weight, bias, more = self.operands(head, hidden, rows)
+            for offset in folded.offsets:
+                part = self.of_classes(offset, weight)
+                bias = part if bias is None else bias + part
+            cap_and_scale = {"softcap": folded.softcap, "logit_scale": folded.logit_scale}
+            result = function(hidden, weight, linear_bias=bias, options=options, **cap_and_scale, **more)
+            result = self.as_given(result)
+            # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
+            return result.clone() if result._is_view() else result
+
+        with self._autocast():
+            result = self._run(work)
+        self.passed |= result.requires_grad
+        if not self.fused:
+            self.fused = True
+            self.report.count_fused()
+        return result
 
     def operands(
-        self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...]
+        self, head: nn.Linear, hidden: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return what a function of the logits takes: hidden states, weight, bias and further keyword arguments.
 
-        ``hidden`` is the input that the work is given; ``steps`` are those that rearranged or chose rows.
+        ``hidden`` is the input that the work is given; ``rows`` are those of it whose logits are asked for.
         """
-        return rows_of(hidden, steps), head.weight, head.bias, {}
+        return rows_of(hidden, rows), head.weight, head.bias, {}
 
     def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
         """Return of a vector [V] what goes with ``weight``, one of `operands`."""
@@ -169,48 +182,37 @@ class HeadCall:
         assert hidden is not None
         return forward(hidden)
 
-    def without_logits(
-        self,
-        steps: tuple[Step, ...],
-        folded: LogitArguments,
-        function: Callable[..., Tensor],
-    ) -> Any:
-        """Return what ``function`` computes of the logits after ``steps``, which `fold` returned as ``folded``.
+    def why_not_again(self) -> str | None:
+        """Return why the head may do more now than it did then."""
+        return why_not_call(self.head)
 
-        It is called with (hidden, weight), ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and the keyword
-        arguments of `operands`.
-        """
+    def _run(self, work: Work, *, link: bool = True) -> Any:
+        """Do ``work`` inside the head's forward, if nothing has changed since the call: asked here alone."""
 
-        def work(head: nn.Linear, _: Forward, hidden: Tensor) -> Any:
-            rows = tuple(step for step in steps if step.of_hidden is not None)
-            hidden, weight, bias, more = self.operands(head, hidden, rows)
-            for offset in folded.offsets:
-                part = self.of_classes(offset, weight)
-                bias = part if bias is None else bias + part
-            cap_and_scale = {"softcap": folded.softcap, "logit_scale": folded.logit_scale}
-            result = function(hidden, weight, linear_bias=bias, options=self.options, **cap_and_scale, **more)
-            result = self.as_given(result)
-            # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
-            return result.clone() if result._is_view() else result
+        def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
+            # accelerate's offloading gives the head new Parameters, of the same values, at each call.
+            if _state(self.tensors) != self._state and not hasattr(head, "_hf_hook"):
+                raise _changed(_VALUES)
+            with self.as_in_forward():
+                return work(head, forward, hidden)
 
-        with self._autocast():
-            result = self._run(work)
-        self.passed |= result.requires_grad
-        if not self.fused:
-            self.fused = True
-            self.report.count_fused()
-        return result
+        why_not = self.why_not_again()
+        if part_of(self.head) is None:
+            why_not = "the model was unpatched, or got another output embedding"
+        if why_not is not None:
+            raise _changed(why_not)
+        return self.head(HeadWork(checked), *([self.hidden] if self.partitioned and link else []))
 
     @contextmanager
-    def as_in_forward(self, tensors: tuple[Tensor | None, ...]) -> Iterator[None]:
-        """Give `tensors`, or those in their place, the ``requires_grad`` that they had in the forward pass.
+    def as_in_forward(self) -> Iterator[None]:
+        """Give what the logits are computed from the ``requires_grad`` that it had in the forward pass.
 
         A node of the graph that is made inside then accumulates gradients for the same tensors as the stock model's.
         """
-        pairs = zip(tensors, self._required, strict=True)
+        pairs = zip(self.linked, self._required, strict=True)
         changed = [(x, required) for x, required in pairs if x is not None and x.requires_grad != required]
         if changed and self.hidden.grad_fn is not self._node:  # which no flag can bring back
-            raise UnsupportedError(CHANGED)
+            raise _changed(_VALUES)
         for x, required in changed:
             x.requires_grad_(required)
         try:
@@ -219,28 +221,9 @@ class HeadCall:
             for x, required in changed:
                 x.requires_grad_(not required)
 
-    def _run(self, work: Work, *, link: bool = True) -> Any:
-        """Do ``work`` inside the head's forward."""
-
-        def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
-            # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-            if _state(self.tensors) != self._state and not hasattr(head, "_hf_hook"):
-                raise UnsupportedError(CHANGED)
-            with self.as_in_forward(self.tensors):
-                return work(head, forward, hidden)
-
-        why_not = self.why_not_again()
-        if part_of(self.head) is None:
-            why_not = "the model was unpatched"
-        if why_not is not None:
-            raise UnsupportedError(
-                f"logits: expected the output embedding as the forward pass left it, got a change since: {why_not}. "
-                "The logits were not kept: read outputs.logits before that, or call the model again."
-            )
-        return self.head(HeadWork(checked), *([self.hidden] if self.partitioned and link else []))
-
     @contextmanager
-    def _modes(self, *, grad_mode: bool, inference: bool) -> Iterator[None]:
+    def modes(self, *, grad_mode: bool, inference: bool) -> Iterator[None]:
+        """Enter these modes, and the autocast of the call."""
         with torch.inference_mode(inference), torch.set_grad_enabled(grad_mode), self._autocast():
             yield
 
@@ -257,4 +240,16 @@ def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple(
         None if x is None else (id(x), x.shape, x.dtype, x.device, None if x.is_inference() else x._version)
         for x in tensors
+    )
+
+
+_VALUES = (
+    "hidden states or weights (by an optimizer step, a load, an average put in, a unit of FSDP2 that let go of them)"
+)
+
+
+def _changed(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        "logits: expected the hidden states and the output embedding as the forward pass left them, got a change "
+        f"since: {what}. The logits were not kept: read outputs.logits before that, or call the model again."
     )

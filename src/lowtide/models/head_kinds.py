@@ -25,7 +25,7 @@ from lowtide.models.head_call import Forward, HeadCall
 from lowtide.models.instance import children_of
 from lowtide.models.parallel_style import Style, is_sharded_along, style_aside, style_of, why_not_agreed
 from lowtide.models.report import PatchReport
-from lowtide.models.steps import Step, rows_of
+from lowtide.models.steps import Rows, RowView, rows_of
 
 # h [..., r], B [V, r], a bias [V] or None, and s.
 AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
@@ -152,7 +152,7 @@ class LayerHeadCall(HeadCall):
         self,
         head: nn.Linear,  # noqa: ARG002
         hidden: Tensor,
-        steps: tuple[Step, ...],
+        rows: Rows,
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return those of the base layer, and the adapters with the rows of their inputs as a keyword argument."""
         base, adapters = self._layer.base, zip(self._inner, self._layer.adapters, strict=True)
@@ -161,8 +161,8 @@ class LayerHeadCall(HeadCall):
         if self._layer.four_bit:
             weight = packed_weight(base, self.weight_dtype).dense()
             bias = None if bias is None else bias.to(weight.dtype)
-        low_rank = [(rows_of(h, steps), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in adapters]
-        return rows_of(hidden, steps), weight, bias, {"adapters": low_rank} if low_rank else {}
+        low_rank = [(rows_of(h, rows), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in adapters]
+        return rows_of(hidden, rows), weight, bias, {"adapters": low_rank} if low_rank else {}
 
 
 def adapted_cross_entropy(
@@ -221,11 +221,10 @@ def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
     with torch.autocast(logits.device.type, enabled=False):
         for h, (b_Vr, bias_V, scale) in zip(inner, adapters, strict=True):
             # in the logits' own memory, where autograd allows it: logits without a gradient are a view made without
-            out = logits if logits.requires_grad else None
-            product = (h.to(logits.dtype), b_Vr.to(logits.dtype).T)
-            logits = torch.addmm(logits, *product, alpha=scale) if out is None else out.addmm_(*product, alpha=scale)
+            add = logits.addmm_ if logits.requires_grad else logits.addmm
+            logits = add(h.to(logits.dtype), b_Vr.to(logits.dtype).T, alpha=scale)
             if bias_V is not None:
-                logits = logits.add(bias_V, alpha=scale) if out is None else logits.add_(bias_V, alpha=scale)
+                logits = (logits.add_ if logits.requires_grad else logits.add)(bias_V, alpha=scale)
         logit_scale, softcap = options["logit_scale"], options["softcap"]
         if isinstance(logit_scale, Tensor) or logit_scale != 1:
             logits = logits * logit_scale
@@ -296,23 +295,22 @@ class ShardedHeadCall(HeadCall):
         self.only_loss = is_dtensor(hidden) or self.gives_dtensor
         super().__init__(head, hidden, report, options)
 
-    def operands(
-        self, head: Any, hidden: Any, steps: tuple[Step, ...]
-    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    def operands(self, head: Any, hidden: Any, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return plain tensors and the range of their classes; DTensors for sharded tokens of which each rank has rows.
 
-        If ``steps`` choose rows of sharded tokens, these are gathered: a row's number does not tell its rank then.
+        Where only some rows of sharded tokens are asked for, all are gathered: a row's number does not tell its rank.
         """
         weight, bias = head.weight, head.bias
         if is_dtensor(hidden):
             if not hidden.placements[0].is_replicate():
-                if all(step.keeps_rows for step in steps):
+                N = hidden.shape[:-1].numel()
+                if all(isinstance(taken, RowView) and taken.is_all(N) for taken in rows):
                     return hidden, weight, bias, {}
                 hidden = hidden.redistribute(placements=[_replicate()])
             hidden = hidden.to_local()  # its gradient is the whole one on each rank, as that of Replicate() is
         shard = shard_of_dtensor("linear_weight", weight, self._mesh)
         bias = None if bias is None else bias.to_local()
-        return rows_of(hidden, steps), weight.to_local(), bias, {"vocab_shard": shard}
+        return rows_of(hidden, rows), weight.to_local(), bias, {"vocab_shard": shard}
 
     def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:
         """Return the part of a vector [V] that goes with ``weight``: this rank's shard, or a DTensor."""

@@ -6,10 +6,9 @@ Legend: hidden [..., D], logits [..., V].
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import FrameType, FunctionType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,32 +16,133 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
-from lowtide.errors import UnsupportedError, message
+from lowtide.errors import UnsupportedError
 from lowtide.models.eligibility import is_traced
-from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
-from lowtide.models.recorded_logits import RecordedLogits, too_late
-from lowtide.models.steps import TensorBase
+from lowtide.models.head_call import HeadCall
+from lowtide.models.steps import Rows, RowView, Step, TensorBase, replay
 
 _as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which lazy logits are what their storage says
 
 # These hook and read a module's outputs for the gradients of parameters, and do the same with the loss.
 _DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.", "deepspeed.")
 
+# What needs no logits, by PyTorch's function: filled by `lazy_operations`. Each takes what that function takes, and
+# returns NotImplemented where the real logits are needed.
+OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-class LazyLogits(RecordedLogits):
-    """The logits of one call of the head, built when they are read.
+_RETAIN_OR_UNPATCH = (
+    "Where you compute the loss, call logits.retain_grad() first, and they are built. Where the model does, call "
+    "lowtide.unpatch(model)."
+)
 
-    The operations of `lazy_operations` are recorded, or computed without logits. Any other runs on the real logits,
-    which are built once and kept: values, gradients and in-place changes are those of the stock model. A view stays a
-    view: it is built from the real logits that it is a view of.
+
+class LazyLogits(Tensor):
+    """The logits of one `HeadCall` after some steps: shape, strides, dtype and device, and no storage.
+
+    `OPERATIONS` are recorded as one more step, or computed without logits. Any other runs on the real logits, which are
+    built once and kept: values, gradients and in-place changes are those of the stock model. A view stays a view: it is
+    built from the real logits that it is a view of.
     """
 
+    call: HeadCall
+    steps: tuple[Step, ...]
+    rows: Rows | None  # of the head's input; None: the classes stand second, [B, V, T]
+    viewed: Self | None  # the logits that these are a view of, by the last step
+    grad_mode: bool  # gradients were recorded when these were made
+    inference: bool  # they were made in inference mode
+    is_cut: bool  # a view, taken without gradients, of logits that have them: requires a gradient and passes none on
+    has_children: bool  # others were recorded from these: their graph does not go through these, once built
+    statistics: dict[str, Tensor]  # of all rows, as computed for some of them
     _real: Tensor | None = None
+
+    @classmethod
+    def of(cls, call: HeadCall) -> Self:
+        """Return the logits of ``call``, before any operation."""
+        like = torch.empty((*call.hidden.shape[:-1], call.classes), dtype=call.dtype(), device="meta")
+        return cls._make(call, (), (), like, None, grad_mode=torch.is_grad_enabled())
+
+    @classmethod
+    def _make(
+        cls,
+        call: HeadCall,
+        steps: tuple[Step, ...],
+        rows: Rows | None,
+        like: Tensor,
+        viewed: Self | None,
+        *,
+        grad_mode: bool,
+    ) -> Self:
+        def wrapper() -> Any:
+            lazy: Any = Tensor._make_wrapper_subclass(
+                cls,
+                like.shape,
+                strides=like.stride(),
+                storage_offset=like.storage_offset(),
+                dtype=like.dtype,
+                device=call.hidden.device,
+            )
+            torch._C._set_throw_on_mutable_data_ptr(lazy)  # for C++ that asks neither of LazyLogits' two functions
+            return lazy
+
+        with torch.set_grad_enabled(grad_mode), call.as_in_forward():
+            lazy: Self = _LogitsNode.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
+        lazy.call, lazy.steps, lazy.rows, lazy.viewed = call, steps, rows, viewed
+        lazy.grad_mode, lazy.inference = grad_mode, torch.is_inference_mode_enabled()
+        lazy.is_cut, lazy.has_children, lazy.statistics = False, False, {}
+        return lazy
+
+    @property
+    def whole(self) -> "LazyLogits":
+        """The logits whose memory these have."""
+        return self if self.viewed is None else self.viewed.whole
+
+    @property
+    def detached(self) -> Self | None:
+        """The logits that these were detached from, by the last step."""
+        return self.viewed if self.viewed is not None and self.steps[-1].function in _DETACH else None
 
     @property
     def is_real(self) -> bool:
         """Whether the logits, or those that this is a view of, are built, and may have been changed in place since."""
         return self._real is not None or (self.viewed is not None and self.viewed.is_real)
+
+    def meta(self) -> Tensor:
+        """Return a meta tensor of the same form, for what an operation gives: of the memory, if that is viewed."""
+        with _as_plain():
+            memory = torch.empty(self.whole.shape, dtype=self.dtype, device="meta")
+            if self.viewed is None:
+                return memory
+            return memory.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    def then(self, step: Step, like: Tensor, rows: Rows = ()) -> Any:
+        """Return new logits after one more step, of the shape and dtype of ``like``, with ``rows`` of these rows.
+
+        NotImplemented where there are no rows, or in another order than in memory.
+        """
+        if self.rows is None or not like.is_contiguous():
+            return NotImplemented
+        return self._child(step, like, (*self.rows, *rows), view=False)
+
+    def view_by(self, step: Step, like: Tensor) -> Any:
+        """Return a view of these logits, as ``like`` is one of `meta`; NotImplemented if that has no whole rows."""
+        taken, rows = RowView.of(like, self.call.classes), self.whole.rows
+        if taken is None or rows is None:
+            swapped = self.meta().transpose(1, 2) if self.dim() == 3 and self.rows is not None else None
+            if swapped is None or (like.shape, like.stride()) != (swapped.shape, swapped.stride()):
+                return NotImplemented
+            return self._child(step, like, None, view=True)
+        return self._child(step, like, (*rows, taken), view=True)
+
+    def _child(self, step: Step, like: Tensor, rows: Rows | None, *, view: bool) -> Self:
+        detaches = step.function in _DETACH
+        grad_mode = self.grad_mode and torch.is_grad_enabled() and not detaches
+        parent = None if view or not grad_mode else self
+        while parent is not None:  # also of what a view is a view of, from which it is built
+            parent.has_children, parent = True, parent.viewed
+        steps, viewed = (*self.steps, step), self if view else None
+        child = self._make(self.call, steps, rows, like, viewed, grad_mode=grad_mode)
+        child.is_cut = view and not grad_mode and self.requires_grad and not detaches
+        return child
 
     def materialise(self, why: str) -> Tensor:
         """Return the logits themselves, built on the first call."""
@@ -54,7 +154,9 @@ class LazyLogits(RecordedLogits):
                 if self.viewed is None:
                     self._real = self.call.logits(self.steps, why, **modes)
                 else:
-                    self._real = self.call.view(self.viewed.materialise(why), self.steps[-1], **modes)
+                    viewed = self.viewed.materialise(why)
+                    with self.call.modes(**modes):
+                        self._real = replay(viewed, self.steps[-1:])
         return self._real
 
     def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
@@ -89,28 +191,19 @@ class LazyLogits(RecordedLogits):
         with _as_plain():
             return self.requires_grad and not self.grad_mode
 
-    def _node(self, reader: str) -> Any:
-        """Return ``grad_fn`` for code of the module ``reader``: that of the real logits, which are built for it.
-
-        After something was computed without building them, it is a node that raises where it is used.
+    def _look_at_graph(self) -> None:
+        """Let a gradient of these logits be read or hooked, if it is complete.
 
         Raises:
-            UnsupportedError: PyTorch's own code is about to hook it, and it is too late.
+            UnsupportedError: Something was computed whose gradient does not go through them: a loss, a recorded step.
         """
-        with _as_plain():
-            node = self.grad_fn
-        if reader.startswith(_DISTRIBUTED) or (node is None and not self.is_cut) or self._has_another_graph():
-            return node
-        if self._is_passed():
-            if reader == "torch.autograd.graph":
-                raise UnsupportedError(too_late("to be hooked before the loss"))
-            return node
+        if self.call.passed or self.has_children:
+            raise UnsupportedError(
+                "logits: expected their graph to be read or hooked before the loss, got logits that something was "
+                "computed from without building them, so that its gradient does not go through them. "
+                f"{_RETAIN_OR_UNPATCH}"
+            )
         self.call.hooked = True
-        return self.materialise("read by grad_fn").grad_fn
-
-    def _is_passed(self) -> bool:
-        """Whether something was computed whose gradient would not go through these logits, once built."""
-        return self.call.passed or self.has_children
 
     def _can_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a result computed now has a graph exactly if gradients were recorded for these logits and are now.
@@ -119,10 +212,8 @@ class LazyLogits(RecordedLogits):
         """
         if self.grad_mode or not torch.is_grad_enabled():
             return True
-        return not self.is_cut and not any(
-            isinstance(x, Tensor) and not isinstance(x, LazyLogits) and x.requires_grad
-            for x in (*args, *kwargs.values())
-        )
+        others = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, LazyLogits))
+        return not self.is_cut and not any(x.requires_grad for x in others)
 
     @classmethod
     def __torch_function__(
@@ -138,18 +229,18 @@ class LazyLogits(RecordedLogits):
         if any(lazy.detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
             args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
             lazies = _found(args, kwargs)
-        if func == _GRAD_FN and lazies:
-            return lazies[0]._node(_reader(sys._getframe(1)))
         has_no_graph = func is Tensor.tolist or (
             func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
         )
         if not has_no_graph and any(lazy._has_another_graph() for lazy in lazies):
             with _as_plain():
                 return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
-        lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
-        distributed = func in _GRADIENT_HOOKS and _is_distributed(args)
-        if not distributed:
-            _check_gradient(func, args, kwargs)
+        distributed = func in _OF_GRAPHS and reader().startswith(_DISTRIBUTED)
+        if func in _OF_GRAPHS and not distributed:
+            for lazy in lazies:
+                if lazy.requires_grad:
+                    lazy._look_at_graph()
+        lazy = lazies[0] if lazies else None
         if lazy is not None and not lazy.is_real:
             if func == _REQUIRES_GRAD and lazy.is_cut:
                 return True
@@ -161,7 +252,6 @@ class LazyLogits(RecordedLogits):
                     result = _operate(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-        _check_is_torchs(func)
         return func(*_real(args, func), **_real(kwargs, func))
 
     @classmethod
@@ -171,36 +261,56 @@ class LazyLogits(RecordedLogits):
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
 
 
-def _reader(frame: FrameType | None) -> str:
-    """Return the module whose code is running, beneath what `keep_from_compiling` put around `LazyLogits`."""
-    name = "torch._dynamo"
-    while frame is not None and name.startswith("torch._dynamo"):
-        name, frame = frame.f_globals.get("__name__", ""), frame.f_back
+class _LogitsNode(torch.autograd.Function):
+    """The graph's node of lazy logits: passes on a gradient that reaches them as the real logits would."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Tensor], call: HeadCall, steps: tuple[Step, ...], *_: Tensor) -> Tensor:
+        ctx.call, ctx.steps = call, steps
+        ctx.set_materialize_grads(False)
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad_logits: Tensor | None) -> Any:
+        if grad_logits is None:  # a custom function passed the logits on, and nothing read them
+            return None, None, None, *(None for _ in ctx.call.linked)
+        if ctx.call.hooked:
+            raise UnsupportedError(
+                "logits: expected operations of PyTorch on logits that have a hook, got a custom autograd function, "
+                f"whose gradient does not go through what was hooked. {_RETAIN_OR_UNPATCH}"
+            )
+        return None, None, None, *ctx.call.vjp(ctx.steps, grad_logits)
+
+
+_BENEATH = ("lowtide.models.", "torch._dynamo", "torch._tensor", "torch.overrides")
+
+
+def reader() -> str:
+    """Return the module whose code is running, beneath this room's and what calls it for PyTorch."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith(_BENEATH) and frame.f_back:
+        frame = frame.f_back
+    name: str = frame.f_globals.get("__name__", "")
     return name
 
 
-def _saved_outside_of_checkpoints() -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves tensors itself where a checkpoint would recompute them.
+@contextmanager
+def _saved_outside_of_checkpoints() -> Iterator[None]:
+    """Have autograd save tensors itself where a checkpoint would recompute them.
 
     The logits are kept, so its recompute does not build them again.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or getattr(hooks[0], "__module__", None) != checkpoint.__name__:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version)
-
-
-def _with_version(tensor: Tensor) -> tuple[Tensor, int | None]:
-    return tensor, None if tensor.is_inference() else tensor._version
-
-
-def _of_version(saved: tuple[Tensor, int | None]) -> Tensor:
-    tensor, version = saved
-    if version is not None and tensor._version != version:
-        got = f"one of shape {list(tensor.shape)} that was changed in place"
-        expected = "what a patched model's logits were built from unchanged until backward"
-        raise UnsupportedError(message("logits", expected, got, "Change it after backward."))
-    return tensor
+    state, checkpoints = torch._C._autograd, []
+    while (hooks := state._top_saved_tensors_default_hooks(False)) is not None:
+        if getattr(hooks[0], "__module__", None) != checkpoint.__name__:
+            break
+        checkpoints.append(hooks)
+        state._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(checkpoints):
+            state._push_saved_tensors_default_hooks(*hooks)
 
 
 @functools.cache
@@ -222,68 +332,24 @@ def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False, graph: b
     def build(lazy: LazyLogits) -> Tensor:
         if graph and lazy._has_another_graph():
             return lazy
-        logits = lazy.materialise(f"read by {_name(func)}")
+        descriptor = getattr(func, "__self__", None)  # of an attribute: its getter or setter
+        name = getattr(descriptor, "__name__", None) or getattr(func, "__qualname__", None) or str(func)
+        logits = lazy.materialise(f"read by {name}")
         return logits.detach() if detach else logits
 
     return tree_map_only(LazyLogits, build, tree)
 
 
-def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a gradient of logits that ``func`` takes or hooks is complete.
-
-    Raises:
-        UnsupportedError: Something was computed without building them: a loss, or a recorded step.
-    """
-    if func in _GRADIENT_HOOKS:
-        lazies, expected = _found(args[:1]), "to be hooked before the loss"
-    elif func in _GRADIENTS:
-        lazies = _found(args[1:2] if func is _GRAD else (), kwargs.get("inputs"))
-        expected = "to be built before the loss that is differentiated by them"
-    else:
-        return
-    if any(lazy._is_passed() for lazy in lazies):
-        raise UnsupportedError(too_late(expected))
-    for lazy in lazies:
-        lazy.call.hooked |= func in _GRADIENT_HOOKS
-
-
-def _check_is_torchs(func: Any) -> None:
-    """Check that a function is PyTorch's own: one that a user put in its place is running, and would run again.
-
-    Raises:
-        UnsupportedError: It is not.
-    """
-    if type(func) is FunctionType and not func.__globals__.get("__name__", "").startswith("torch."):
-        raise UnsupportedError(
-            f"logits: expected a function of PyTorch, got {func.__qualname__} of {func.__module__}, which was put in "
-            "the place of one. Replace it before lowtide.patch, or pass logits.clone()."
-        )
-
-
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of the lazy version of ``func``, NotImplemented if it needs the real logits."""
     operation = OPERATIONS[func]
-    if args and not isinstance(args[0], LazyLogits) and func in COMMUTATIVE:
-        args = (*reversed(args[:2]), *args[2:])
     try:
         bound = inspect.signature(operation).bind(*args, **kwargs)
     except TypeError:
         return NotImplemented
-    first, *others = bound.arguments.values()
-    if not isinstance(first, LazyLogits) or any(isinstance(other, LazyLogits) for other in others):
+    if not isinstance(next(iter(bound.arguments.values())), LazyLogits):
         return NotImplemented
     return operation(*bound.args, **bound.kwargs)
-
-
-def _name(func: Any) -> str:
-    descriptor = getattr(func, "__self__", None)  # of an attribute: its getter or setter
-    return getattr(descriptor, "__name__", None) or getattr(func, "__qualname__", None) or str(func)
-
-
-def _is_distributed(args: tuple[Any, ...]) -> bool:
-    """Whether FSDP or DeepSpeed registers this hook: these put one on the loss as well."""
-    hook = args[1] if len(args) > 1 else None
-    return (getattr(hook, "__module__", None) or "").startswith(_DISTRIBUTED)
 
 
 _OF_DTENSOR = frozenset(("device_mesh", "placements", "to_local", "full_tensor", "redistribute"))
@@ -301,10 +367,13 @@ _METADATA: frozenset[Any] = frozenset(
     ]
 )  # fmt: skip
 
-_GRAD_FN: Any = vars(TensorBase)["grad_fn"].__get__
 _BASE: Any = vars(TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _REQUIRES_GRAD: Any = vars(TensorBase)["requires_grad"].__get__
-_GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
 _DETACH: frozenset[Any] = frozenset([Tensor.detach, torch.detach])
-_GRAD: Any = torch.autograd.grad
-_GRADIENTS: frozenset[Any] = frozenset([_GRAD, torch.autograd.backward])
+# What looks at a graph, or hooks it.
+_OF_GRAPHS: frozenset[Any] = frozenset(
+    [
+        vars(TensorBase)["grad_fn"].__get__, Tensor.register_hook, Tensor.retain_grad,
+        torch.autograd.grad, torch.autograd.backward,
+    ]
+)  # fmt: skip

@@ -1,71 +1,99 @@
-"""Operations on lazy logits that need no real ones: they are recorded, or computed from the hidden states.
+"""The table of operations on lazy logits that need no real ones: they are recorded, or computed without logits.
 
 Each takes what PyTorch's function of that name takes, the lazy logits first. Where it is not certain to give what the
-real logits would, it returns NotImplemented, and these are built. `OPERATIONS` lists all.
+real logits would, it returns NotImplemented, and these are built. `look_up` has the table.
 
 Legend: hidden [..., D], logits [..., V].
 """
 
 import functools
-import inspect
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _DDPSink
+from torch.utils._pytree import tree_leaves
 
-from lowtide.models.lazy_results import argmax, cross_entropy, gather, gives, is_last, logsumexp, nll_loss, row_sum
-from lowtide.models.recorded_logits import RecordedLogits
-from lowtide.models.steps import DTYPES, Step, TensorBase
+from lowtide.arguments import is_autocast_on
+from lowtide.head.apply import linear_apply
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.options import HeadOptions
+from lowtide.head.token_stats import linear_logprobs, linear_token_stats
+from lowtide.models.head_kinds import adapted_cross_entropy
+from lowtide.models.lazy_logits import OPERATIONS, LazyLogits, reader
+from lowtide.models.steps import LogitArguments, RowView, Step, TensorBase, fold, replay, rows_of
+
+# Dtypes of logits: to one of these they are only rounded. float8 is for a quantisation that is meant to be seen.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
+_ROWS_OF_A_PASS = 256  # a GEMM of so many rows takes about as long as reading the weight
 
 
-def _shown(meta: Tensor, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what ``function`` gives, on no device; None where it is an error, which the real logits then raise."""
     try:
-        return function(meta, *args)
+        return function(*args, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
 
 
-def _recorded(
-    input: RecordedLogits,
-    function: Callable[..., Tensor],
-    args: tuple[Any, ...] = (),
-    of_hidden: Callable[[Tensor], Tensor] | None = None,
-    *,
-    view: bool = False,
-) -> Any:
-    """Record ``function(logits, *args)``; ``of_hidden`` does the same to hidden states, if it moves or selects rows."""
-    like = _shown(input.meta(), function, args)
-    return NotImplemented if like is None else input.then(Step(function, args, of_hidden), like, view=view)
-
-
-def _unary(function: Callable[..., Tensor], *, view: bool = False) -> Callable[..., Any]:
-    def apply(input: RecordedLogits) -> Any:
-        return _recorded(input, function, view=view)
-
-    return apply
-
-
-def _scaled(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def apply(input: RecordedLogits, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            if type(other) not in (Tensor, nn.Parameter) or other.dim() or not other.is_floating_point():
-                return NotImplemented
-            if other.requires_grad and torch.is_grad_enabled():  # a learned scale needs its gradient
-                return NotImplemented
-            other = other.detach().clone()
-        elif type(other) not in (int, float):
+def _moved(function: Callable[..., Any], input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Views of whole rows, and what copies all rows in their order where there is no view."""
+    if any(isinstance(arg, Tensor) for arg in tree_leaves((args, kwargs))):
+        return NotImplemented
+    meta = input.meta()
+    made = _shown(function, meta, *args, **kwargs)
+    if made is meta:  # as `flatten` of what is flat: the same tensor
+        return input
+    if isinstance(made, tuple | list):
+        # With gradients PyTorch's own are views that may not be changed in place, which others may.
+        if torch.is_grad_enabled() and input.requires_grad:
             return NotImplemented
-        return input.then(Step(function, (other,)), torch.empty_like(input.meta()))
+        parts = [input.view_by(Step(function, args, kwargs, i, True), part) for i, part in enumerate(made)]
+        return NotImplemented if any(part is NotImplemented for part in parts) else tuple(parts)
+    if not isinstance(made, Tensor) or made.dtype != meta.dtype:
+        return NotImplemented
+    step = Step(function, args, kwargs, keeps_values=True)
+    if made.untyped_storage() is meta.untyped_storage():
+        return input.view_by(step, made)
+    taken = RowView.of(made, meta.shape[-1])
+    if function not in _COPIES or taken is None:
+        return NotImplemented
+    return input.then(step, made, (taken,))
 
-    return apply
+
+def _getitem(input: LazyLogits, index: Any) -> Any:
+    """A view, or rows that a mask chooses among all."""
+    if type(index) is not Tensor or index.dtype != torch.bool:
+        return _moved(Tensor.__getitem__, input, index)
+    if index.dim() != input.dim() - 1 or index.shape != input.shape[:-1] or index.device != input.device:
+        return NotImplemented
+    chosen = index.flatten().nonzero()[:, 0]  # indexing by a mask does the same, and so waits for the device as well
+    step = Step(_chosen_rows, (chosen,), keeps_values=True)
+    return input.then(step, input.meta().new_empty(len(chosen), input.shape[-1]), (chosen,))
 
 
-def _add(input: RecordedLogits, other: Any) -> Any:
+def _chosen_rows(logits: Tensor, chosen: Tensor) -> Tensor:
+    return logits.flatten(0, -2)[chosen]
+
+
+def _clone(input: LazyLogits) -> Any:
+    """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
+    if torch.is_grad_enabled() or not input.requires_grad or not reader().startswith("torch.nn.parallel."):
+        return NotImplemented
+    return input.then(Step(TensorBase.clone, keeps_values=True), torch.empty_like(input.meta()))
+
+
+def _valued(function: Callable[..., Tensor], input: LazyLogits, *by: Any) -> Any:
+    """An operation on each logit, by a number or none: a trained scale needs its gradient."""
+    if any(type(number) not in (int, float) for number in by):
+        return NotImplemented
+    return input.then(Step(function, by), torch.empty_like(input.meta()))
+
+
+def _add(input: LazyLogits, other: Any) -> Any:
     """A vector [V] that is not trained is a bias."""
     if type(other) not in (Tensor, nn.Parameter) or not 0 < other.dim() <= input.dim():
         return NotImplemented
@@ -75,24 +103,17 @@ def _add(input: RecordedLogits, other: Any) -> Any:
     if trained or other.dtype != input.call.weight_dtype or other.device != input.device:
         return NotImplemented
     like = torch.empty_like(input.meta(), dtype=torch.promote_types(input.dtype, other.dtype))
-    return input.then(Step(TensorBase.add, (other.detach().clone(),)), like)
+    return input.then(Step(TensorBase.add, (other.detach().flatten().clone(),)), like)
 
 
-def _log_softmax(input: RecordedLogits, dim: Any = None, dtype: Any = None) -> Any:
-    if not is_last(input, dim) or not (dtype is None or dtype.is_floating_point):
+def _log_softmax(input: LazyLogits, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> Any:
+    if not _is_last(input, dim) or not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         return NotImplemented
-    like = TensorBase.log_softmax(input.meta(), -1, gives(input, lambda z: TensorBase.log_softmax(z, -1, dtype)))
-    return input.then(Step(TensorBase.log_softmax, (-1, dtype)), like)
+    given = _dtype_of(input, lambda z: TensorBase.log_softmax(z, -1, dtype))
+    return input.then(Step(TensorBase.log_softmax, (-1, dtype)), torch.empty_like(input.meta(), dtype=given))
 
 
-def _log_softmax_function(input: RecordedLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    # As PyTorch's own does, so that a method put in the place of torch.Tensor's runs as it would there.
-    if type(dim) is not int:
-        return NotImplemented
-    return input.log_softmax(dim) if dtype is None else input.log_softmax(dim, dtype=dtype)
-
-
-def _to(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
+def _to(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     if len(args) + len(kwargs) != 1 or (kwargs and "dtype" not in kwargs and "device" not in kwargs):
         return NotImplemented
@@ -100,152 +121,182 @@ def _to(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
     if isinstance(to, torch.dtype):
         if to == input.dtype:
             return input
-        return _recorded(input, TensorBase.to, (to,)) if to in DTYPES else NotImplemented
+        return input.then(Step(TensorBase.to, (to,)), input.meta().to(to)) if to in _DTYPES else NotImplemented
     # not a number, which is a device of its own kind, and not a tensor, which has a dtype too
     return input if isinstance(to, str | torch.device) and torch.device(to) == input.device else NotImplemented
 
 
-def _cpu(input: RecordedLogits) -> Any:
-    return input if input.is_cpu else NotImplemented
+def _loss(
+    of_logprobs: bool,
+    input: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`F.nll_loss` of log-probabilities, or `F.cross_entropy`, where the loss is one of rows and class indices.
 
-
-def _contiguous(input: RecordedLogits) -> Any:
-    return input if input.is_contiguous() else _recorded(input, TensorBase.contiguous)
-
-
-_NEAR = 12  # frames between DDP's node and the operation in it, and some more
-
-
-def _called_by(function: Any) -> bool:
-    """Whether a function is among the nearest callers."""
-    frame, left = inspect.currentframe(), _NEAR
-    while frame is not None and left and frame.f_code is not function.__code__:
-        frame, left = frame.f_back, left - 1
-    return frame is not None and left > 0
-
-
-def _clone(input: RecordedLogits) -> Any:
-    """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
-    if torch.is_grad_enabled() or not input.requires_grad or not _called_by(_DDPSink.forward):
+    What only PyTorch's functions can do, or refuse, is left to them.
+    """
+    logits = input.viewed if input.rows is None else input  # [B, V, T] is a view of [B, T, V]
+    if size_average is not None or reduce is not None or type(target) is not Tensor or target.dtype != torch.int64:
         return NotImplemented
-    return _recorded(input, TensorBase.clone)
-
-
-def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Rows keep their order and the last axis is theirs: whatever the function is, it is a reshape."""
-
-    def apply(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, Tensor | torch.dtype) for arg in (*args, *kwargs.values())):
-            return NotImplemented
-        reshape, meta = functools.partial(function, **kwargs), input.meta()
-        like = _shown(meta, reshape, args)
-        if like is meta:  # as `flatten` of what is flat: the same tensor
-            return input
-        if like is None or like.dim() == 0 or like.shape[-1] != input.shape[-1]:
-            return NotImplemented
-        rows = like.shape[:-1]
-        step = Step(reshape, args, lambda x: x.reshape(*rows, x.shape[-1]), keeps_rows=True)
-        view = like.untyped_storage() is meta.untyped_storage()  # a reshape may copy
-        return input.then(step, like, view=view)
-
-    return apply
-
-
-def _transpose(input: RecordedLogits, dim0: int, dim1: int) -> Any:
-    if is_last(input, dim0) or is_last(input, dim1):
-        swaps = type(dim0) is int and type(dim1) is int and {dim0 % input.dim(), dim1 % input.dim()} == {1, 2}
-        return _with_classes_second(input, TensorBase.transpose, dim0, dim1) if swaps else NotImplemented
-    return _recorded(
-        input, TensorBase.transpose, (dim0, dim1), lambda x: TensorBase.transpose(x, dim0, dim1), view=True
-    )
-
-
-def _permute(input: RecordedLogits, *dims: Any) -> Any:
-    order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
-    if order in ((0, 2, 1), (0, -1, 1), (0, -1, -2), (0, 2, -2)):
-        return _with_classes_second(input, TensorBase.permute, order)
-    return _moved(input, TensorBase.permute, order) if order and is_last(input, order[-1]) else NotImplemented
-
-
-def _moved(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
-    return _recorded(input, function, args, lambda x: function(x, *args), view=True)
-
-
-def _with_classes_second(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
-    """[B, V, T] of [B, T, V], as `F.cross_entropy` takes it; `fold` has no such step, so that nothing else is fused."""
-    return _recorded(input, function, args, view=True) if input.dim() == 3 else NotImplemented
-
-
-def _getitem(input: RecordedLogits, index: Any) -> Any:
-    """Numbers and slices before the last axis; a mask, which chooses among all rows."""
-    if type(index) is Tensor and index.dtype == torch.bool:
-        return _masked(input, index)
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(not (part is Ellipsis or type(part) is int or _is_int_slice(part)) for part in parts):
+    if target.shape != (*input.shape[:1], *input.shape[2:]) or input.dim() != (2 if logits is input else 3):
         return NotImplemented
-    if parts.count(Ellipsis) > 1 or len(parts) - parts.count(Ellipsis) > input.dim():
+    if target.device != input.device or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
-    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
-    missing = input.dim() - len(parts) + parts.count(Ellipsis)
-    full = (*parts[:at], *[slice(None)] * missing, *parts[at + 1 :])
-    if not full or type(full[-1]) is int or full[-1].indices(input.shape[-1]) != (0, input.shape[-1], 1):
+    assert logits is not None
+    folded = fold(logits.steps)
+    if folded is None or folded.normalised is not of_logprobs or folded.sign != 1:
         return NotImplemented
-    takes = zip(full, input.shape, strict=True)
-    everything = all(type(part) is slice and part.indices(size) == (0, size, 1) for part, size in takes)
-    if everything and not (input.requires_grad and not torch.is_grad_enabled()):
-        return input
-    chosen = full[:-1]
-    return _recorded(input, TensorBase.__getitem__, (full,), lambda x: x[chosen], view=True)
+
+    def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        compute = adapted_cross_entropy if "adapters" in kwargs else linear_cross_entropy
+        kwargs |= {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        result = compute(hidden, head, target.reshape(hidden.shape[:-1]), reduction=reduction, **kwargs)
+        return result if reduction != "none" else result.reshape(target.shape)
+
+    result: Tensor = logits.call.without_logits(logits.rows, folded, loss, per_row=reduction == "none")
+    return result.to(_dtype_of(input, lambda z: F.cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
 
 
-def _unbind(input: RecordedLogits, dim: Any = 0) -> Any:
-    """The rows of an axis one by one, as by iterating."""
-    return _along(input, dim, lambda meta: range(meta.shape[dim]))
-
-
-def _chunk(input: RecordedLogits, chunks: Any, dim: Any = 0) -> Any:
-    return _along(input, dim, lambda meta: _bounds(meta.chunk(chunks, dim), dim))
-
-
-def _split(input: RecordedLogits, split_size: Any, dim: Any = 0) -> Any:
-    return _along(input, dim, lambda meta: _bounds(torch.split(meta, split_size, dim), dim))
-
-
-def _bounds(parts: Sequence[Tensor], dim: int) -> list[slice]:
-    ends = itertools.accumulate((part.shape[dim] for part in parts), initial=0)
-    return list(itertools.starmap(slice, itertools.pairwise(ends)))
-
-
-def _along(input: RecordedLogits, dim: Any, indices: Callable[[Tensor], Any]) -> Any:
-    """Return views of the logits, one for each index that ``indices`` returns for an axis of a meta tensor."""
-    # With gradients PyTorch's own are views that may not be changed in place, which those of `_getitem` may.
-    if torch.is_grad_enabled() and input.requires_grad:
+def _gather(input: LazyLogits, dim: Any, index: Any) -> Any:
+    """Log-probabilities of some classes of each row, and not logits: those are what building gives."""
+    folded = _folded(input)
+    if folded is None or not folded.normalised or input.call.built or not _is_last(input, dim):
         return NotImplemented
-    if type(dim) is not int or not -input.dim() <= dim < input.dim() or is_last(input, dim):
+    if type(index) is not Tensor or index.dtype != torch.int64 or index.device != input.device:
         return NotImplemented
-    taken = _shown(input.meta(), indices, ())
-    before = (slice(None),) * (dim % input.dim())
-    return NotImplemented if taken is None else tuple(_getitem(input, (*before, index)) for index in taken)
-
-
-def _expand(input: RecordedLogits, *sizes: Any) -> Any:
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-    if any(type(size) is not int for size in sizes) or not sizes or sizes[-1] not in (-1, input.shape[-1]):
+    if index.dim() != input.dim() or index.shape[:-1] != input.shape[:-1] or index.shape[-1] == 0:
         return NotImplemented
-    rows = sizes[:-1]
-    return _recorded(input, TensorBase.expand, sizes, lambda x: x.expand(*rows, x.shape[-1]), view=True)
-
-
-def _masked(input: RecordedLogits, mask: Tensor) -> Any:
-    if not 0 < mask.dim() < input.dim() or mask.shape != input.shape[: mask.dim()] or mask.device != input.device:
+    if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
         return NotImplemented
-    chosen = mask.nonzero(as_tuple=True)  # indexing by a mask does the same, and so waits for the device as well
-    like = input.meta().new_empty(len(chosen[0]), *input.shape[mask.dim() :])
-    return input.then(Step(TensorBase.__getitem__, (chosen,), lambda x: x[chosen]), like)
+    one = index.shape[-1] == 1
+    lse = _statistic(input, "lse", folded) if one and _read_in_parts(input) else None
+
+    def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        if lse is None:
+            target = index[..., 0] if one else index
+            result = linear_logprobs(hidden, head, target, ignore_index=_IGNORE_NOTHING, **kwargs)
+            return result[..., None] if one else result
+        logit = linear_token_stats(hidden, head, want=("lse",), support=index, **kwargs).lse  # of one class
+        assert logit is not None
+        return (logit - lse)[..., None]
+
+    return _own(input.call.without_logits(input.rows, folded, logprobs), folded.sign, input.dtype)
 
 
-def _is_int_slice(part: Any) -> bool:
-    return isinstance(part, slice) and all(x is None or type(x) is int for x in (part.start, part.stop, part.step))
+def _row_sum(input: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The sum of a row's log-probabilities, as label smoothing needs it."""
+    folded = _folded(input)
+    if folded is None or not folded.normalised or not _is_last(input, dim):
+        return NotImplemented
+    if dtype is not None and not dtype.is_floating_point:  # each one is rounded first
+        return NotImplemented
+
+    def total(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        stats = linear_token_stats(hidden, head, want=("mean_logit", "lse"), **kwargs)
+        assert stats.mean_logit is not None
+        assert stats.lse is not None
+        return (stats.mean_logit - stats.lse) * input.shape[-1]
+
+    values = input.call.without_logits(input.rows, folded, total)
+    sums = _own(values, folded.sign, _dtype_of(input, lambda z: TensorBase.sum(z, -1, dtype=dtype)))
+    return sums[..., None] if keepdim else sums
+
+
+def _logsumexp(input: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
+    folded = _folded(input)
+    if folded is None or folded.normalised or not _is_last(input, dim):
+        return NotImplemented
+    lse = _own(_statistic(input, "lse", folded), 1, _dtype_of(input, lambda z: TensorBase.logsumexp(z, -1)))
+    return lse[..., None] if keepdim else lse
+
+
+def _argmax(input: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    folded = _folded(input)
+    if folded is None or folded.sign != 1 or not _is_last(input, dim):
+        return NotImplemented
+    if folded.normalised and input.call.sharded:
+        return NotImplemented
+    argmax = _statistic(input, "argmax", folded)
+    return argmax[..., None] if keepdim else argmax
+
+
+def _folded(input: LazyLogits) -> LogitArguments | None:
+    """Return the folded steps of logits of which more than the loss can be computed, None of others."""
+    return None if input.call.only_loss or input.rows is None else fold(input.steps)
+
+
+def _statistic(input: LazyLogits, name: str, folded: LogitArguments) -> Tensor:
+    """Return a field of `TokenStats` for each row; ``folded`` are the steps of ``input``."""
+    if not _read_in_parts(input):
+        return _computed(input, name, folded)
+    found = input.whole.statistics
+    if name not in found:
+        found[name] = _computed(input.whole, name, folded)
+    assert input.rows is not None
+    return rows_of(found[name][..., None], input.rows[-1:])[..., 0].clone(memory_format=torch.contiguous_format)
+
+
+def _computed(input: LazyLogits, name: str, folded: LogitArguments) -> Tensor:
+    def stats(hidden: Tensor, head: Tensor, **kwargs: Any) -> Any:
+        return getattr(linear_token_stats(hidden, head, want=(name,), **kwargs), name)
+
+    def rounded(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, linear_bias: Any, **_: Any) -> Any:
+        settings = (input.call.dtype(), [step for step in input.steps if not step.keeps_values])
+        kwargs = {"linear_bias": linear_bias, "options": None if options is None else replace(options, backend="auto")}
+        return linear_apply(_rounded_argmax, hidden, head, params=settings, **kwargs)
+
+    has_ties = name == "argmax" and _has_ties(input)
+    how = (LogitArguments(), rounded) if has_ties else (folded, stats)
+    return input.call.without_logits(input.rows, *how)  # type: ignore[no-any-return]
+
+
+def _read_in_parts(input: LazyLogits) -> bool:
+    """Whether code that reads a few rows will read the others too, so that what all need is computed once.
+
+    lm-evaluation-harness reads the argmax and the log-probabilities of each continuation by itself. A pass over the
+    weight for each costs more than the GEMM of a short batch. A log-probability is then a dot product with one row of
+    the weight.
+    """
+    call, rows = input.call, input.shape[:-1].numel()
+    N, B = call.hidden.shape[:-1].numel(), call.hidden.shape[0]
+    if not call.scores or call.sharded or input.viewed is None or (input.grad_mode and torch.is_grad_enabled()):
+        return False
+    return rows != N and 2 * B * max(rows, _ROWS_OF_A_PASS) >= N  # two results of each sequence
+
+
+def _has_ties(input: LazyLogits) -> bool:
+    """Whether the argmax of these logits depends on how they are rounded: some are equal then."""
+    between = [x for step in input.steps for x in step.args if isinstance(x, torch.dtype)]
+    is_rounded = any(x.itemsize < 4 for x in (input.call.dtype(), *between, input.dtype))
+    is_normalised = any(step.function is TensorBase.log_softmax for step in input.steps)
+    return (is_rounded or is_normalised) and not input.call.sharded
+
+
+def _rounded_argmax(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -> Tensor:
+    """Return the argmax of rows of logits [C, V] as they are in their own dtype, where they have ties."""
+    return replay(logits.to(dtype), steps).argmax(-1)
+
+
+def _own(values: Tensor, sign: int, dtype: torch.dtype) -> Tensor:
+    """Return values in the dtype that the real logits give them, as a tensor that may be changed in place."""
+    return (values * float(sign)).to(dtype)
+
+
+def _dtype_of(input: LazyLogits, function: Callable[[Tensor], Tensor]) -> torch.dtype:
+    """Return the dtype of what ``function`` makes of a row of logits, where autocast may have another one for it."""
+    on_device = is_autocast_on(input.device.type)
+    return function(torch.zeros(1, 1, dtype=input.dtype, device=input.device if on_device else "meta")).dtype
+
+
+def _is_last(input: LazyLogits, dim: Any) -> bool:
+    """Whether ``dim`` is the axis of the classes."""
+    return type(dim) is int and dim in (-1, input.dim() - 1)
 
 
 def _named(*names: str) -> list[Callable[..., Any]]:
@@ -253,49 +304,39 @@ def _named(*names: str) -> list[Callable[..., Any]]:
     return [getattr(owner, name) for owner in (Tensor, torch) for name in names if hasattr(owner, name)]
 
 
-OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
-COMMUTATIVE: set[Callable[..., Any]] = set()
+_COPIES = frozenset(_named("reshape", "flatten", "contiguous"))
 
 
 def look_up() -> None:
-    """Look the functions up that PyTorch has now: one that a user replaced passes what stands in its place."""
-    mul, add = _named("mul", "multiply", "__mul__", "__rmul__"), _named("add", "__add__", "__radd__")
-    reshapes: tuple[Any, ...] = (*_named("reshape", "flatten", "squeeze", "unsqueeze"), Tensor.view, Tensor.unflatten)
-    COMMUTATIVE.update(mul, add)
-    OPERATIONS.update(
-        {
-            **dict.fromkeys(mul, _scaled(TensorBase.mul)),
-            **dict.fromkeys(_named("div", "divide", "true_divide", "__truediv__"), _scaled(TensorBase.div)),
-            **dict.fromkeys(add, _add),
-            **dict.fromkeys(_named("tanh"), _unary(TensorBase.tanh)),
-            **dict.fromkeys(_named("neg", "negative", "__neg__"), _unary(TensorBase.neg)),
-            **dict.fromkeys(_named("log_softmax"), _log_softmax),
-            F.log_softmax: _log_softmax_function,
-            Tensor.float: functools.partial(_to, dtype=torch.float32),
-            Tensor.double: functools.partial(_to, dtype=torch.float64),
-            Tensor.half: functools.partial(_to, dtype=torch.float16),
-            Tensor.bfloat16: functools.partial(_to, dtype=torch.bfloat16),
-            Tensor.to: _to,
-            Tensor.cpu: _cpu,
-            Tensor.contiguous: _contiguous,
-            **dict.fromkeys(_named("clone"), _clone),
-            **dict.fromkeys(_named("detach"), _unary(TensorBase.detach, view=True)),
-            Tensor.__getitem__: _getitem,
-            **{function: _reshaped(function) for function in reshapes},
-            **dict.fromkeys(_named("transpose", "swapaxes"), _transpose),
-            **dict.fromkeys(_named("permute"), _permute),
-            **dict.fromkeys(_named("unbind"), _unbind),
-            **dict.fromkeys(_named("chunk"), _chunk),
-            **dict.fromkeys(_named("split"), _split),
-            Tensor.expand: _expand,
-            F.cross_entropy: cross_entropy,
-            F.nll_loss: nll_loss,
-            **dict.fromkeys(_named("gather"), gather),
-            **dict.fromkeys(_named("sum"), row_sum),
-            **dict.fromkeys(_named("logsumexp"), logsumexp),
-            **dict.fromkeys(_named("argmax"), argmax),
-        }
-    )
+    """Fill the table, by the functions that PyTorch has now: a user may have replaced some."""
+    by_functions: list[tuple[list[Any], Any]] = [
+        # recorded
+        (_named("mul", "multiply", "__mul__", "__rmul__"), functools.partial(_valued, TensorBase.mul)),
+        (_named("div", "divide", "true_divide", "__truediv__"), functools.partial(_valued, TensorBase.div)),
+        (_named("neg", "negative", "__neg__"), functools.partial(_valued, TensorBase.neg)),
+        (_named("tanh"), functools.partial(_valued, TensorBase.tanh)),
+        (_named("add", "__add__", "__radd__"), _add),
+        ([F.log_softmax, *_named("log_softmax")], _log_softmax),
+        ([Tensor.to], _to),
+        ([Tensor.float], functools.partial(_to, dtype=torch.float32)),
+        ([Tensor.double], functools.partial(_to, dtype=torch.float64)),
+        ([Tensor.half], functools.partial(_to, dtype=torch.float16)),
+        ([Tensor.bfloat16], functools.partial(_to, dtype=torch.bfloat16)),
+        ([Tensor.cpu], functools.partial(_to, device="cpu")),
+        (_named("clone"), _clone),
+        ([Tensor.__getitem__], _getitem),
+        # computed
+        ([F.cross_entropy], functools.partial(_loss, False)),
+        ([F.nll_loss], functools.partial(_loss, True)),
+        (_named("gather"), _gather),
+        (_named("sum"), _row_sum),
+        (_named("logsumexp"), _logsumexp),
+        (_named("argmax"), _argmax),
+    ]
+    moves = _named("detach", "reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
+                   "contiguous", "expand", "chunk", "split", "unbind")  # fmt: skip
+    OPERATIONS.update({function: lazy for functions, lazy in by_functions for function in functions})
+    OPERATIONS.update({function: functools.partial(_moved, function) for function in moves})
 
 
 look_up()

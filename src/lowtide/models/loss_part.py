@@ -59,7 +59,6 @@ class LossState:
 
     scoring = False  # as `patch` was given it
     scoring_blocks = 0  # of `scoring`, that are open
-    scores = False  # calls without labels have lazy logits too
 
     def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
         self.report, self.options, self.warned = report, options, False
@@ -69,10 +68,10 @@ class LossState:
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
-    def set_scoring(self, *, patched: bool, blocks: int) -> None:
-        """Set what `patch` was given as ``scoring`` and how many blocks of `scoring` are open."""
-        self.scoring, self.scoring_blocks = patched, blocks
-        self.scores = patched or blocks > 0
+    @property
+    def scores(self) -> bool:
+        """Whether calls without labels have lazy logits too."""
+        return self.scoring or self.scoring_blocks > 0
 
     def count_built(self, why: str, hint: str) -> None:
         """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
@@ -99,6 +98,12 @@ class _Awaited(NamedTuple):
 
 # Each thread sees its own.
 _awaiting: ContextVar[_Awaited | None] = ContextVar("lowtide_awaiting", default=None)
+
+
+def _awaited_by(head: nn.Module) -> _Awaited | None:
+    """Return the forward that calls its own ``head`` for lazy logits, None for any other call."""
+    awaited = _awaiting.get()
+    return awaited if awaited is not None and awaited.state.head is head else None
 
 
 def is_free(head: nn.Module | None, state: LossState) -> bool:
@@ -245,72 +250,53 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         # A tensor-parallel style converts inputs and outputs, but no lazy logits and no work.
         inside = len(args) > 0 and type(args[0]) is HeadWork
-        state = _awaited_by(self)
-        style = parallel_style.style_of(self) if inside or state is not None else None
+        awaited = _awaited_by(self)
+        style = parallel_style.style_of(self) if inside or awaited is not None else None
         if style is None or parallel_style.is_stock_call(self):
             return base.__call__(self, *args, **kwargs)
-        if self._compiled_call_impl is not None:  # the style's hooks are in its graph
-            with parallel_style.stock_call(self):
-                return base.__call__(self, *args, **kwargs)
-        if state is not None and not inside:
+        is_stock = self._compiled_call_impl is not None  # the style's hooks are in its graph
+        if awaited is not None and not inside and not is_stock:
             why_not = eligibility.why_not_call(self)
             if isinstance(style, parallel_style.Style):
                 why_not = parallel_style.why_not_agreed(self, style.mesh, self.weight.device, why_not)
             if why_not is not None:
-                state.head_calls += 1
-                state.report.count_materialised(why_not)
-                with parallel_style.stock_call(self):
-                    return base.__call__(self, *args, **kwargs)
+                awaited.state.head_calls += 1
+                awaited.state.report.count_materialised(why_not)
+                is_stock = True
+        if is_stock:
+            with parallel_style.stock_call(self):
+                return base.__call__(self, *args, **kwargs)
         assert isinstance(style, parallel_style.Style)
         with parallel_style.put_aside(self, style):
             return base.__call__(self, *args, **kwargs)
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
+        awaited = _awaited_by(self)
         if type(input) is HeadWork:
             end_forward_alone(self)
-            state = _awaited_by(self)
-            if state is not None and state.gathered is not None:
-                state.gathered.release()
-                state.gathered = None
+            if awaited is not None and awaited.state.gathered is not None:
+                awaited.state.gathered.release()
+                awaited.state.gathered = None
             return input.work(self, functools.partial(parallel_style.run_stock, self, base.forward), *args)
-        state = _awaited_by(self)
-        if state is None and self.training and torch.is_grad_enabled():
+        if awaited is None or parallel_style.is_stock_call(self):
             logits = base.forward(self, input, *args, **kwargs)
-            owner = _owners.get(self, lambda: None)()
-            if owner is not None and owner.head is self and logits.requires_grad:
-                owner.head_calls += 1
+            if awaited is None and self.training and logits.requires_grad:
+                owner = _owners.get(self, lambda: None)()
+                if owner is not None and owner.head is self:
+                    owner.head_calls += 1
             return logits
-        if state is None or parallel_style.is_stock_call(self):
-            return base.forward(self, input, *args, **kwargs)
+        state = awaited.state
         state.head_calls += 1
-        scores = _scores()
         call: HeadCall | str = ONE_TOKEN
-        if not (scores and _is_one_token(input)):
+        # of each sequence [..., T, D], as in generation
+        if not (awaited.scores and isinstance(input, Tensor) and input.dim() > 1 and input.shape[-2] == 1):
             call = head_call(self, (input, *args), kwargs, state.report, state.options)
         if isinstance(call, str):
             state.report.count_materialised(call)
             return parallel_style.run_stock(self, base.forward, input, *args, **kwargs)
         if state.gathered is None:
             state.gathered = Kept(call.tensors) if call.partitioned else Gathered(self)
-        call.scores = scores
+        call.scores = awaited.scores
         return LazyLogits.of(call)
 
-    functions = {"__call__": call, "forward": forward}
-    return {name: _not_compiled(function) for name, function in functions.items()}
-
-
-def _is_one_token(hidden: object) -> bool:
-    """Whether hidden states [..., T, D] are of one token of each sequence, as in generation."""
-    return isinstance(hidden, Tensor) and hidden.dim() > 1 and hidden.shape[-2] == 1
-
-
-def _awaited_by(head: nn.Module) -> LossState | None:
-    """Return the state of the model that calls its own ``head`` for lazy logits, None for any other call."""
-    awaited = _awaiting.get()
-    return awaited.state if awaited is not None and awaited.state.head is head else None
-
-
-def _scores() -> bool:
-    """Whether the forward that is running has no labels."""
-    awaited = _awaiting.get()
-    return awaited is not None and awaited.scores
+    return {"__call__": _not_compiled(call), "forward": _not_compiled(forward)}

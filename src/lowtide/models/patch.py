@@ -106,8 +106,7 @@ def patch(
     _check_nothing_on_top(target, state, [part for part in PARTS if not flags[part]], loss=not loss)
     found = {part: parts.find(target, part, fuse) for part in PARTS if flags[part]}
     parts.check_named(fuse, found)
-    state.options = options
-    state.set_scoring(patched=scoring, blocks=state.scoring_blocks)
+    state.options, state.scoring = options, scoring
     parallel_style.forget(target)
     if loss:
         _patch_loss(target, state, model)
@@ -188,11 +187,11 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
         return
     line, has_loss = state.report.parts["loss"], part_of(target) is not None
     _patch_loss(target, state, model)
-    state.set_scoring(patched=state.scoring, blocks=state.scoring_blocks + 1)
+    state.scoring_blocks += 1
     try:
         yield state.report
     finally:
-        state.set_scoring(patched=state.scoring, blocks=state.scoring_blocks - 1)
+        state.scoring_blocks -= 1
         if not has_loss and part_of(target) is not None:
             _check_nothing_on_top(target, state, (), loss=True)
             _unpatch_loss(target, state)

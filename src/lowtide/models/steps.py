@@ -1,14 +1,13 @@
-"""The operations applied to the logits since the head.
+"""What was done to logits since the head: the rows that were taken, and the operations on their values.
 
 Legend: hidden [..., D], logits [..., V].
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 # The class of tensors' methods as PyTorch has them, whatever is assigned to torch.Tensor.
@@ -17,106 +16,118 @@ TensorBase: Any = Tensor.__base__
 
 @dataclass(frozen=True)
 class Step:
-    """An operation on the logits that can be replayed: ``function(logits, *args)``."""
+    """An operation on the logits that can be done again: ``function(logits, *args, **kwargs)``, or a part of that."""
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    # the same for hidden states, if it moves or selects rows and leaves the V columns alone
-    of_hidden: Callable[[Tensor], Tensor] | None = None
-    keeps_rows: bool = False  # the rows are the same, in the same order; their shape may differ
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    part: int | None = None
+    keeps_values: bool = False  # it moves, chooses or copies rows
+
+
+def replay(logits: Tensor, steps: Iterable[Step]) -> Tensor:
+    """Return ``logits`` after the steps."""
+    for step in steps:
+        made = step.function(logits, *step.args, **step.kwargs)
+        logits = made if step.part is None else made[step.part]
+    return logits
+
+
+class RowView(NamedTuple):
+    """A view of the rows of a tensor, its strides and offset counted in rows: the same of logits and hidden states."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, view: Tensor, V: int) -> Self | None:
+        """Return what ``view``, of the memory of logits [..., V], has of its rows; None if it has no whole rows."""
+        if not view.dim() or view.shape[-1] != V or view.stride(-1) != 1:
+            return None
+        *strides, offset = (*view.stride()[:-1], view.storage_offset())
+        if any(number % V for number in (*strides, offset)):
+            return None
+        return cls(tuple(view.shape[:-1]), tuple(stride // V for stride in strides), offset // V)
+
+    def is_all(self, rows: int) -> bool:
+        """Whether these are all the rows, in their order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0 and expected == rows
+
+
+# Rows, one after another: a view, or the numbers of those that a mask has chosen.
+Rows = tuple[RowView | Tensor, ...]
+
+
+def rows_of(tensor: Tensor, rows: Rows) -> Tensor:
+    """Return ``rows`` of a tensor [..., *]."""
+    for taken in rows:
+        width = tensor.shape[-1]
+        if isinstance(taken, Tensor):
+            tensor = tensor.flatten(0, -2)[taken]
+        elif taken.is_all(tensor.shape[:-1].numel()):
+            tensor = tensor.reshape(*taken.shape, width)
+        else:
+            whole = tensor.contiguous()
+            strides = (*(stride * width for stride in taken.strides), 1)
+            offset = whole.storage_offset() + taken.offset * width
+            tensor = whole.as_strided((*taken.shape, width), strides, offset)
+    return tensor
 
 
 @dataclass(frozen=True)
 class LogitArguments:
     """Steps as arguments of `linear_cross_entropy` and the other functions of the head."""
 
-    logit_scale: float | Tensor  # applied after `offsets`
-    softcap: float | None
-    offsets: tuple[Tensor, ...]  # vectors [V] that are added like a bias
-    normalised: bool  # the steps end in a log-softmax
-    sign: int  # the factor of that log-softmax, 1 or -1
+    logit_scale: float = 1.0  # applied after `offsets`
+    softcap: float | None = None
+    offsets: tuple[Tensor, ...] = ()  # vectors [V] that are added like a bias
+    normalised: bool = False  # the steps end in a log-softmax
+    sign: int = 1  # the factor of that log-softmax, 1 or -1
 
 
-# Dtypes of logits: to one of these they are only rounded. float8 is for a quantisation that is meant to be seen.
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FACTORS: dict[Callable[..., Any], Callable[..., float]] = {
+    TensorBase.neg: lambda: -1.0,
+    TensorBase.mul: lambda by: by,
+    TensorBase.div: lambda by: 1 / by if by else math.inf,
+}
 
-# After detach the rest has no graph.
-KEEPS_VALUES = (TensorBase.to, TensorBase.contiguous, TensorBase.clone, TensorBase.detach)
 
-
-def fold(steps: tuple[Step, ...]) -> LogitArguments | None:
+def fold(steps: Iterable[Step]) -> LogitArguments | None:
     """Return steps as arguments of lowtide's functions, None where they are not of that form.
 
-    Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are left out.
+    Any ``tanh(z * a) * c`` is a cap at c of ``z * (a * c)``. Changes of dtype and shape are left out.
     """
-    above: float | Tensor = 1.0
-    below: float | Tensor = 1.0
-    cap: Any = None
+    scale, sign, normalised = 1.0, 1, False
+    cap: float | None = None
     offsets: list[Tensor] = []
-    normalised, sign, untouched = False, 1, True
     for step in steps:
-        function, args = step.function, step.args
-        if step.of_hidden is not None or function in KEEPS_VALUES:
+        function = step.function
+        if step.keeps_values or function is TensorBase.to:
             continue
-        if function is TensorBase.neg and normalised:
+        if normalised and function is TensorBase.neg:
             sign = -sign
         elif normalised:
             return None
-        elif function is TensorBase.add and untouched:
-            offsets.append(args[0].flatten())
-            continue
         elif function is TensorBase.log_softmax:
             normalised = True
-        elif function is TensorBase.mul or function is TensorBase.neg:
-            factor = args[0] if args else -1.0
-            above, cap = (above * factor, None) if cap is None else (above, cap * factor)
-        elif function is TensorBase.div and (cap is None or _is_usable(args[0])):
-            below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
+        elif function is TensorBase.add and scale == 1 and cap is None:
+            offsets.append(step.args[0])
         elif function is TensorBase.tanh and cap is None:
             cap = 1.0
+        elif function not in _FACTORS:
+            return None
+        elif cap is None:
+            scale *= _FACTORS[function](*step.args)
         else:
-            return None
-        untouched = False
-    if not _is_usable(above) or not _is_usable(below):
-        return None
-    scale = above / below
+            cap *= _FACTORS[function](*step.args)
     if cap is not None:
-        if isinstance(cap, Tensor) or not 0 < abs(cap) < math.inf:
-            return None
-        scale, cap = above * cap / below, abs(cap)  # tanh is odd
+        scale, cap = scale * cap, abs(cap)  # tanh is odd
+    if any(number == 0 or not math.isfinite(number) for number in (scale, 1 if cap is None else cap)):
+        return None
     return LogitArguments(scale, cap, tuple(offsets), normalised, sign)
-
-
-def _is_usable(factor: float | Tensor) -> bool:
-    return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
-
-
-def rows_of(tensor: Tensor, steps: Iterable[Step]) -> Tensor:
-    """Return the rows of a tensor [..., *] that ``steps``, which all move or select rows, take of the logits."""
-    for step in steps:
-        assert step.of_hidden is not None
-        tensor = step.of_hidden(tensor)
-    return tensor
-
-
-def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """Return ``logits`` after the steps."""
-    for step in steps:
-        logits = step.function(logits, *step.args)
-    return logits
-
-
-def same_steps(ours: Sequence[Step], others: Sequence[Step]) -> bool:
-    """Whether two sequences of steps have the same functions and arguments."""
-    values = ([x for step in steps for x in (step.function, *step.args)] for steps in (ours, others))
-    return _same(*values)
-
-
-def _same(ours: list[Any], others: list[Any]) -> bool:
-    return len(ours) == len(others) and all(map(_equal, ours, others))
-
-
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return x is y or (x.shape == y.shape and torch.equal(x, y))
-    return not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y)
