@@ -161,7 +161,7 @@ def test_no_file_reads_what_is_private_in_another() -> None:
 # and which other room gives as much.
 BUDGETS = {
     "top": 6.2, "head": 93.3, "skip": 10.4, "mlp, layers": 21.3, "losses": 8.6, "memory": 14.0, "plan": 17.8,
-    "models": 34.9, "distributed, trl, stacks": 5.6, "train": 12.85, "profile, measure": 9.6, "bench": 11.5, "cli": 3.0,
+    "models": 32.0, "distributed, trl, stacks": 5.6, "train": 12.85, "profile, measure": 9.6, "bench": 11.5, "cli": 3.0,
 }  # fmt: skip
 SRC_TOKENS, SRC_LINES, TEST_LINES = 261.5, 35.0, 31.4
 FOREIGN_NAMES = 58  # lines of src that name something private of another library
