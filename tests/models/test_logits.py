@@ -158,17 +158,17 @@ def test_what_was_made_without_gradients_has_none_later(use, made, patched, batc
         torch.testing.assert_close(*grads)
 
 
-def test_scales_and_biases_are_those_of_the_time_they_were_used(patched, batch):
-    model, stock, _ = patched("gpt2", mlp=False)
+def test_biases_and_masks_are_those_of_the_time_they_were_used(patched, batch):
+    model, stock, report = patched("gpt2", mlp=False)
     losses = []
     for m in (model, stock):
-        scale, bias, mask = torch.tensor(0.5), torch.linspace(0, 1, V), batch["labels"] != -100
-        logits = ((m(**batch).logits + bias) * scale)[mask]
-        scale.fill_(9.0), bias.fill_(9.0)
+        bias, mask = torch.linspace(0, 1, V), batch["labels"] != -100
+        logits = ((m(**batch).logits + bias) * 0.5)[mask]
         labels = batch["labels"][mask]
-        mask.fill_(True)
+        bias.fill_(9.0), mask.fill_(True)
         losses.append(F.cross_entropy(logits, labels))
     torch.testing.assert_close(*losses)
+    expect_calls(report, 1)
 
 
 def test_metadata_is_known_without_building(patched, batch):

@@ -237,9 +237,9 @@ class LazyLogits(Tensor):
                 return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
         distributed = func in _OF_GRAPHS and reader().startswith(_DISTRIBUTED)
         if func in _OF_GRAPHS and not distributed:
-            for lazy in lazies:
-                if lazy.requires_grad:
-                    lazy._look_at_graph()
+            for each in lazies:
+                if each.requires_grad:
+                    each._look_at_graph()
         lazy = lazies[0] if lazies else None
         if lazy is not None and not lazy.is_real:
             if func == _REQUIRES_GRAD and lazy.is_cut:
