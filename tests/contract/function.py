@@ -42,9 +42,7 @@ class Function:
     cast: tuple[str, ...] = ()  # arguments that autocast rounds
     saved: tuple[str, ...] = ()  # arguments that backward reads again where gradients are not stored
     of_scalars: float = 100.0  # times as much for the gradient of a number, a sum with cancellation; and its rounding
-    rounding: float = (
-        0.0  # where terms cancel: of gradients, in eps times the upstream's norm: all there is in a saturated row
-    )
+    rounding: float = 0.0  # where terms cancel: of gradients, in eps times the upstream's norm
     plan: Callable[..., HeadPlan] = plan_head
     widens: bool = True  # results are float32 of narrow operands, too
     public: bool = True  # else patched models alone call it, which refuse transforms before
