@@ -43,7 +43,7 @@ class Operators:
         )
         self._output = operator("", ", Tensor[] held", "Tensor", _alone(kind.output), _like_output, kind.output_flop)
         self._gradients = operator(
-            "_backward", ", bool[] wanted, Tensor upstream, Tensor[] held", "Tensor[]",
+            "_backward", ", bool[] needed, Tensor upstream, Tensor[] held", "Tensor[]",
             _backward, _like_gradients, kind.gradients_flop,
         )  # fmt: skip
         twice = message(public, "to be differentiated once", "a second derivative", f"For those {instead}.")
