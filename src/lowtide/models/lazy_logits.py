@@ -125,7 +125,7 @@ class LazyLogits(Tensor):
 
     def view_by(self, step: Step, like: Tensor) -> Any:
         """Return a view of these logits, as ``like`` is one of `meta`; NotImplemented if that has no whole rows."""
-        taken, rows = RowView.of(like, self.call.classes), self.whole.rows
+        taken, rows = RowView.of(like, self.whole.shape[-1]), self.whole.rows
         if taken is None or rows is None:
             swapped = self.meta().transpose(1, 2) if self.dim() == 3 and self.rows is not None else None
             if swapped is None or (like.shape, like.stride()) != (swapped.shape, swapped.stride()):
