@@ -163,7 +163,7 @@ BUDGETS = {
     "top": 6.2, "head": 93.3, "skip": 10.4, "mlp, layers": 21.3, "losses": 8.6, "memory": 14.0, "plan": 17.8,
     "models": 32.0, "distributed, trl, stacks": 5.6, "train": 12.85, "profile, measure": 9.6, "bench": 11.5, "cli": 3.0,
 }  # fmt: skip
-SRC_TOKENS, SRC_LINES, TEST_LINES = 261.5, 35.0, 31.4
+SRC_TOKENS, SRC_LINES, TEST_LINES = 245.6, 33.2, 31.4
 FOREIGN_NAMES = 58  # lines of src that name something private of another library
 NO_CODE = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
