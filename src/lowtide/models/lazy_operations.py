@@ -109,7 +109,7 @@ def _add(input: LazyLogits, other: Any) -> Any:
 def _log_softmax(input: LazyLogits, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> Any:
     if not _is_last(input, dim) or not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         return NotImplemented
-    given = _dtype_of(input, lambda z: TensorBase.log_softmax(z, -1, dtype))
+    given = _dtype_of(input, lambda z: TensorBase.log_softmax(z, -1, dtype), dtype)
     return input.then(Step(TensorBase.log_softmax, (-1, dtype)), torch.empty_like(input.meta(), dtype=given))
 
 
@@ -204,7 +204,7 @@ def _row_sum(input: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype
         return (stats.mean_logit - stats.lse) * input.shape[-1]
 
     values = input.call.without_logits(input.rows, folded, total)
-    sums = _own(values, folded.sign, _dtype_of(input, lambda z: TensorBase.sum(z, -1, dtype=dtype)))
+    sums = _own(values, folded.sign, _dtype_of(input, lambda z: TensorBase.sum(z, -1, dtype=dtype), dtype))
     return sums[..., None] if keepdim else sums
 
 
@@ -288,10 +288,11 @@ def _own(values: Tensor, sign: int, dtype: torch.dtype) -> Tensor:
     return (values * float(sign)).to(dtype)
 
 
-def _dtype_of(input: LazyLogits, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype of what ``function`` makes of a row of logits, where autocast may have another one for it."""
-    on_device = is_autocast_on(input.device.type)
-    return function(torch.zeros(1, 1, dtype=input.dtype, device=input.device if on_device else "meta")).dtype
+def _dtype_of(input: LazyLogits, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of what ``function`` makes of logits: theirs, or ``dtype``, or one that autocast has."""
+    if not is_autocast_on(input.device.type):
+        return dtype or input.dtype
+    return function(torch.zeros(1, 1, dtype=input.dtype, device=input.device)).dtype
 
 
 def _is_last(input: LazyLogits, dim: Any) -> bool:
