@@ -27,6 +27,7 @@ class Packed:
     def of(cls, data: Tensor, state: Any, dtype: torch.dtype) -> "Packed":
         """Return the weight with these packed values and this `bitsandbytes.functional.QuantState`."""
         outer = state.state2
+        data = data.detach()  # plain: an operator runs a Parameter of another class by way of the dispatcher
         tensors = (data, state.absmax, *(() if outer is None else (outer.absmax, outer.code, state.offset)))
         blocks = state.blocksize, 0 if outer is None else outer.blocksize
         return cls(tensors, " ".join(map(str, (state.quant_type, *blocks, *state.shape))), dtype)
@@ -57,7 +58,7 @@ class Packed:
 
         kind, *numbers = self.form.split()
         block, outer_block, F, D = map(int, numbers)
-        data, scales, *outer = (tensor.as_subclass(Tensor) for tensor in self.tensors)  # a Parameter's class has rules
+        data, scales, *outer = self.tensors
         start, stop, step = (self.rows or slice(None)).indices(F)
         shared = block * max(1, outer_block)  # values
         # No block may cross rows: bitsandbytes' AVX512 kernel has other scales for these, by where the first row is.
