@@ -4,7 +4,7 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk. Figures: benchmarks/re
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import ModuleType
@@ -32,7 +32,6 @@ from lowtide.head.call import (
     TokenStatsArgs,
     Wanted,
 )
-from lowtide.head.cost import HOPPER, Gpu, Schedule, gpu_of
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, check_options
@@ -69,15 +68,11 @@ PAIR_CHUNKS = 4  # the weight's gradient is added to so often
 PAIR_ROWS = 1024  # of a chunk, at least
 PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: reading both weights takes longer
 # Exponentials.
-EXP_NEAR = 1.01  # times the least time, by `cost`: what the default takes, however much memory it needs
-EXP_PERCENT = 128 * MIB  # within that, what it pays for one percent of the time
 MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
 EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward
 KEPT_ROWS = 512  # of a chunk, from which tiles are skipped
-KEPT_PARTS = 132 * 128 * 256  # float32 numbers, where parts of tiles meet
 EXP_ROWS = 2048  # a chunk may have so many by default, however few the tokens; else half of them
-EXP_BLOCKS_BELOW = 1024  # rows of the longest chunk that fits: blocks may be faster
-EXP_WAVE = 132 * 128 * 256  # elements of E W that exist at a time in float32, to the nearest power of 2 rows
+EXP_BYTES = 2**30  # of a chunk's E, where that is more rows
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 # Sets of classes.
@@ -88,9 +83,11 @@ STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
 # Sums of the weight's gradient in its own narrow dtype, by exponentials and of two sides.
 FEW_CHUNKS = 8  # it may be rounded this often
 FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
-GPU_TILE = 128  # rows
-BLOCK_ROWS = (4096, 3072, 2048, 1792, 1536, 1024, 768, 512, 256, 128)  # of a chunk in blocks
-LEAST_BLOCK = 1024  # columns
+GPU_TILE, PROCESSORS = 128, 132  # rows; Hopper's
+WAVE = PROCESSORS * GPU_TILE * 256  # elements of E W that exist at a time in float32, to the nearest power of 2 rows
+GPU_BYTES = 81079 * MIB  # of a GPU that is not here
+BLOCK_ROWS = (4096, 2048, 1024, 512, 256, 128)  # of a chunk in blocks
+BLOCK_COLUMNS, LEAST_BLOCK = 6144, 1024  # of less than the first the host launches more slowly than the GPU computes
 
 
 Args = CrossEntropyArgs | TokenStatsArgs | DivergenceArgs | SupportArgs
@@ -224,16 +221,12 @@ class Work(NamedTuple):
             return int(self.options.workspace_mib * MIB)
         if self.device.type == "cpu":
             return CPU_WORKSPACE
+        memory = memory_of(self.device) if self.device_bytes is None else self.device_bytes
         if self.choice[0] == "exp":
-            most = EXP_BLOCK_WORKSPACE if self.gradient == "recompute" else MOST_FOR_EXP * self.gpu.memory
-            return int(min(most, MOST_FOR_EXP * self.gpu.memory))
+            most = EXP_BLOCK_WORKSPACE if self.gradient == "recompute" else memory
+            return int(min(most, MOST_FOR_EXP * memory))
         most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if self.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-        return min(most, int(self.gpu.memory * share))
-
-    @property
-    def gpu(self) -> Gpu:
-        """Return what the GPU can do; of one that is not here, and of several ranks', the memory alone is known."""
-        return gpu_of(self.device) if self.device_bytes is None else HOPPER._replace(memory=self.device_bytes)
+        return min(most, int(memory * share))
 
 
 def plan_head(
@@ -495,7 +488,7 @@ def plan_of(work: Work, *, of_teacher: bool = False) -> HeadPlan:
         return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
     (N, D, V), (backend, reason), mib = work.size, work.choice, work.options.workspace_mib
     if backend == "exp":
-        rows, scratch, more = _cut_exponentials(work)
+        rows, scratch, more = _cut_kept(work) if work.kept else _cut_exponentials(work)
     else:
         rows, scratch, more = _cut_narrow_pair(work) if work.narrow_pair else _cut_logits(work)
         # two sides in plain PyTorch need up to four blocks of columns besides the logits
@@ -556,6 +549,14 @@ def gemms_of(work: Work, *, of_teacher: bool = False) -> dict[str, Any]:
     fitting = max(1, min(V, MOST_BLOCK_ROWS, budget // BLOCK_SHARE // max(1, 4 * D)))
     block_rows = fitting if "blocks" in (logits, backward) else 0
     return {"logits_gemm": logits, "backward_gemm": backward, "block_rows": block_rows}
+
+
+@cache
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of the GPU at hand; of Hopper's where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return GPU_BYTES
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 @cache
@@ -645,47 +646,16 @@ def _cut_narrow_pair(work: Work) -> Cut:
 
 
 def _cut_exponentials(work: Work) -> Cut:
-    """Cut chunks of exponentials, or blocks of the vocabulary: what is fastest in the workspace, or worth its memory.
+    """Cut chunks of exponentials; or blocks of the vocabulary, where chunks would be short or the gradients wait.
 
-    By default the least product of time and price, the bytes in units of `EXP_PERCENT`, among what is nearly fastest.
+    A chunk has as many rows as fit, from 2048 on a power of 2, which cuBLAS multiplies fastest. By default there are
+    two at least, and a chunk has no more rows than 4096, than make `EXP_BYTES` of E, or than leave `FEW_CHUNKS`,
+    whichever is most; 2048 where the head is frozen. Chunks are short below 512 rows, 256 where it is frozen, and where
+    a limit of the memory makes so many that the weight's gradient would be summed in float32: if blocks have twice the
+    rows, or need no float32.
     """
-    if work.kept:
-        return _cut_kept(work)
-    schedule = Schedule(work.gpu, work.size, not work.weight_frozen)
-    cuts = list(_cuts_of_exponentials(work, schedule))
-    if not work.automatic:
-        return min(cuts, key=lambda each: each[0])[1]
-    enough = EXP_NEAR * min(seconds for seconds, _ in cuts)
-    near = [(seconds, cut) for seconds, cut in cuts if seconds <= enough]
-
-    def price(each: tuple[float, Cut]) -> float:
-        seconds, (rows, scratch, _) = each
-        return seconds * (1 + (scratch + _accumulator(work, rows)) / (100 * EXP_PERCENT))
-
-    return min(near, key=price)[1]
-
-
-def _cut_kept(work: Work) -> Cut:
-    """Cut where tiles are skipped: by default in the memory of a loss that skips none, if the ordered copy fits there.
-
-    If it does not, in as much more; a user's own limit is kept, and where it is too low no tile is skipped. The chunks
-    are those of all gradients in forward, also where backward computes some: of short ones little would be won, and
-    both passes choose alike, since backward reads what forward saved of tiles.
-    """
-    (N, D, V), work_of_chunks = work.size, work._replace(gradient="forward", weight_frozen=False)
-    scratch = _cut_exponentials(work_of_chunks._replace(kept=False))[1]
-    limits = [scratch, scratch + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
-    for limit in limits:
-        of_limit = work_of_chunks._replace(options=replace(work.options, workspace_mib=limit / MIB))
-        rows, scratch, more = next(_cuts_of_exponentials(of_limit, Schedule(work.gpu, work.size, trained=True)))[1]
-        if rows >= min(N, KEPT_ROWS) and scratch <= limit:
-            return rows, scratch, {**more, "kept": True}
-    return _cut_exponentials(work._replace(kept=False))
-
-
-def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[float, Cut]]:
-    """Yield cuts that fit the workspace, or the one that comes nearest, and the seconds of each."""
-    (N, D, V), recompute, sharded = work.size, work.gradient == "recompute", work.sharded
+    (N, D, V), sharded = work.size, work.sharded
+    trained = sharded or not work.weight_frozen  # ranks cut alike, also where some of them train no weight
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
     # three; and the GEMM's result in float32, while it is summed over the ranks.
@@ -696,61 +666,80 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     tiles = -(-V // 256) * work.kept
     sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes + 28 * tiles
     if work.kept:  # the ordered copy, or the gradient put back; means and sums; parts that meet; squares, masses, lists
-        fixed += work.weight_dtype.itemsize * V * D + 6 * tiles * D + 4 * KEPT_PARTS
+        fixed += work.weight_dtype.itemsize * V * D + 6 * tiles * D + 4 * WAVE
         thin, product = thin + 24 * tiles, 0
     room = max(0, work.budget() - fixed)
     sum_rows = room // sum_row
     sum_rows = max(work.groups, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
-    more = {"sum_rows": sum_rows}
+    N, more = max(1, N), {"sum_rows": sum_rows}
 
-    of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(EXP_WAVE / max(1, D))))
+    of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(WAVE / max(1, D))))
     # of a sharded vocabulary a chunk has two pieces, longer ones where few classes are little work
     least = 2 * max(piece, min(power_of_2(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4)) * sharded
     longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
     if work.automatic:
-        longest = min(longest, max(N // 2, EXP_ROWS, least))
-    longest = max(work.groups, min(longest, max(1, N)))
-    if work.kept:  # the fewest chunks, and these of one length
-        longest = max(1, N) if longest >= N else level(N, whole_tiles(longest))
-    lengths = {longest} if work.kept else _lengths(max(1, N), longest, least)
-    for rows in [] if recompute else lengths:
+        most = max(2 * EXP_ROWS, power_of_2(-(-N // FEW_CHUNKS))) if trained else EXP_ROWS
+        longest = min(longest, max(most, EXP_BYTES // (2 * V), least), max(N // 2, EXP_ROWS, least))
+    longest = rows = max(work.groups, min(longest, N))
+    if rows < N:
+        power = 1 << rows.bit_length() - 1
+        rows = whole_tiles(rows, tile_of(rows)) if power < EXP_ROWS or work.kept else max(power, min(rows, least))
+        rows = level(N, rows)
+
+    def many(rows: int) -> bool:
+        return trained and accumulate_in(work, -(-N // rows)) != accumulate_in(work, 1)
+
+    short = rows < min(N, 512 if trained else 256) or (many(rows) and not work.automatic)
+    of_block = thin + product + 2 * gathered
+    block: tuple[int, int] | None = None
+    if work.gradient == "recompute" or (short and not work.kept):
+        block = _fitting_block(N, V, room, of_block, many)
+    if (block is None or (block[0] < 2 * rows and many(block[0]) == many(rows))) and work.gradient == "forward":
         half = -(-(rows // work.groups) // 2) * work.groups  # in whole groups, or a few rows would be a third piece
         product_rows = max(level(rows, min(rows, piece)), half * sharded)
         scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
-        seconds = schedule.in_chunks(rows, _sum_bytes(work, rows))
-        yield seconds, (rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows})
-    if work.kept or (not recompute and longest >= min(N, EXP_BLOCKS_BELOW)):
-        return
-    blocks = list(fitting_blocks(max(1, N), V, room, thin + product + 2 * gathered, work.gpu))
-    if recompute and not blocks:
-        blocks = [(whole_tiles(longest, tile_of(longest)), V)]
-    for rows, columns in blocks:
-        scratch = fixed + max(rows * (thin + product + 2 * gathered + 2 * padded(columns)), sum_rows * sum_row)
-        seconds = schedule.in_blocks(rows, columns, sum_rows, _sum_bytes(work, rows))
-        yield seconds, (rows, scratch, {**more, "schedule": "blocks", "block_columns": columns, "product_rows": rows})
+        return rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows}
+    rows, columns = block or (whole_tiles(longest, tile_of(longest)), V)
+    scratch = fixed + max(rows * (of_block + 2 * padded(columns)), sum_rows * sum_row)
+    return rows, scratch, {**more, "schedule": "blocks", "block_columns": columns, "product_rows": rows}
 
 
-def _lengths(N: int, longest: int, least: int) -> set[int]:
-    """Return lengths of a chunk: powers of 2, which cuBLAS multiplies fastest, and the longest where that is short."""
-    found = {1 << power for power in range(GPU_TILE.bit_length() - 1, longest.bit_length())}
-    found |= {level(N, rows) for rows in found}
-    if longest >= N:
-        found.add(N)
-    elif longest < EXP_ROWS:
-        found |= {level(N, whole_tiles(longest, tile)) for tile in (tile_of(longest), GPU_TILE)}
-    return {rows for rows in found if least <= rows <= longest} or {level(N, longest)}
+def _fitting_block(N: int, V: int, room: int, of_row: int, many: Callable[[int], bool]) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks, None if none fits: the most rows that leave `BLOCK_COLUMNS`.
+
+    Or as many columns as can be; and in any case few chunks if they can be. Columns are whole waves of tiles, if these
+    are not much less. ``room`` is in bytes, as is ``of_row``: what a row takes besides its columns.
+    """
+    found = []
+    for longest in BLOCK_ROWS:
+        rows, all_tiles = level(N, min(longest, N)), -(-V // 256)
+        widest = min((room - rows * of_row) // (2 * rows) // 256, all_tiles)
+        if 256 * widest >= min(V, LEAST_BLOCK):
+            tiles = -(-rows // GPU_TILE)
+            whole = widest * tiles // PROCESSORS * PROCESSORS // tiles
+            width = whole if widest < all_tiles and 8 * whole > 7 * widest else widest
+            columns = min(V, 256 * -(-all_tiles // -(-all_tiles // width)))
+            narrow = columns < min(V, BLOCK_COLUMNS)
+            found.append((many(rows), narrow, -columns if narrow else -rows, rows, columns))
+    return min(found)[3:] if found else None
 
 
-def _sum_bytes(work: Work, rows: int) -> int:
-    """Return the bytes of a number of the weight's gradient while it is summed."""
-    in_float32 = accumulate_in(work, -(-work.size[0] // rows)) == "float32"
-    return work.wide.itemsize if in_float32 else work.weight_dtype.itemsize
+def _cut_kept(work: Work) -> Cut:
+    """Cut where tiles are skipped: by default in the memory of a loss that skips none, if the ordered copy fits there.
 
-
-def _accumulator(work: Work, rows: int) -> int:
-    """Return the bytes of a sum that is wider than the gradient."""
-    _, D, V = work.size
-    return V * D * 4 * (_sum_bytes(work, rows) > work.weight_dtype.itemsize and not work.weight_frozen)
+    If it does not, in as much more; a user's own limit is kept, and where it is too low no tile is skipped. The chunks
+    are those of all gradients in forward, also where backward computes some: of short ones little would be won, and
+    both passes choose alike, since backward reads what forward saved of tiles.
+    """
+    (N, D, V), of_chunks = work.size, work._replace(gradient="forward", weight_frozen=False)
+    scratch = _cut_exponentials(of_chunks._replace(kept=False))[1]
+    limits = [scratch, scratch + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
+    for limit in limits:
+        options = replace(work.options, workspace_mib=limit / MIB)
+        rows, scratch, more = _cut_exponentials(of_chunks._replace(options=options))
+        if rows >= min(N, KEPT_ROWS) and scratch <= limit:
+            return rows, scratch, {**more, "kept": True}
+    return _cut_exponentials(work._replace(kept=False))
 
 
 def _columns_of(work: Work, rows: int, V: int) -> int:
@@ -786,20 +775,3 @@ def level(N: int, rows: int) -> int:
         return rows
     tile = tile_of(rows)
     return min(rows, -(-evenly(N, rows) // tile) * tile)
-
-
-def fitting_blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
-    """Yield rows and columns of blocks that fit: as few of one width as can be, and those of whole waves of tiles.
-
-    ``room`` is in bytes, as is ``of_row``: what a row takes besides its columns.
-    """
-    for longest in BLOCK_ROWS:
-        rows = level(N, min(longest, N))
-        widest = (room - rows * of_row) // (2 * max(1, rows)) // 256
-        if 256 * widest < min(V, LEAST_BLOCK):
-            continue
-        tiles, all_tiles = -(-rows // GPU_TILE), -(-V // 256)
-        widest = min(widest, all_tiles)
-        waves = widest * tiles // gpu.processors * gpu.processors // tiles
-        for width in {-(-all_tiles // -(-all_tiles // widest)), waves or widest}:
-            yield rows, min(V, 256 * width)
