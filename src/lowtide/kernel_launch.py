@@ -1,6 +1,5 @@
 """Fast launches of compiled Triton kernels: a third of Triton's own host time."""
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,15 +49,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 _MAIN = threading.main_thread().ident
-_HOOKS = ("launch_enter_hook", "launch_exit_hook")
-
-
-def _launches_are_watched() -> bool:
-    """Return whether something, as Triton's profiler does, gets each launch's facts from Triton itself."""
-    knobs = sys.modules.get("triton.knobs")
-    if knobs is None:
-        return False
-    return any(getattr(getattr(knobs.runtime, name, None), "calls", None) for name in _HOOKS)
 
 
 @cache
@@ -108,13 +98,9 @@ class Launcher:
                 self._compiled.clear()
             self._compiled[known] = compiled = self.kernel[grid](*args, **constants)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        if _launches_are_watched():
-            compiled[(*grid, 1, 1)](*values, *fixed, stream=stream)
-        else:
-            x, y, z = (*grid, 1, 1)[:3]
-            metadata = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's hooks
-            compiled.run(x, y, z, stream, *metadata, *values, *fixed)
+        x, y, z = (*grid, 1, 1)[:3]
+        metadata = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's hooks
+        compiled.run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *metadata, *values, *fixed)
 
 
 def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> list[Any]:

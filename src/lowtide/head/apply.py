@@ -122,12 +122,10 @@ def linear_apply(
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=NAIVE)
-    head, ranks, options = checked_call(
-        "linear_apply", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
-    )
-    leading = input.shape[:-1]
+    head = checked_call("linear_apply", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    ranks, leading = head.ranks, input.shape[:-1]
     _check_arguments(fn, input, token_args, mask, out, compile)
-    if options.gradient == "forward" and out == "token":
+    if head.gradient == "forward" and out == "token":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
@@ -150,7 +148,7 @@ def linear_apply(
     function = UserFunction(
         plain=fn, run=compiled(fn) if compile else fn, per_token=out == "token", graph=torch.is_grad_enabled(),
         autocast=current_autocast(head.input.device), token_args=len(token_args), with_params=with_params,
-        leading=leading, plan=plan, gradient=options.gradient, settings=head[3:],
+        leading=leading, plan=plan, gradient=head.gradient, settings=head[3:],
     )  # fmt: skip
     *found, spec = _NODE.apply(*head[:3], index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
     found = found if ranks.alone else [x if x is None else ranks.result(x) for x in found]

@@ -63,6 +63,7 @@ class Head(NamedTuple):
     ignored_tokens: str
     skip: float  # the error that the gradients may have: see `HeadOptions`; 0: none
     ranks: Ranks | Alone  # which share the classes
+    gradient: str = "auto"  # when gradients are computed: see `HeadOptions`
     remembered: Any = None  # of the weight, where a call skips tiles
 
     @property
@@ -77,13 +78,16 @@ class Head(NamedTuple):
 
     @property
     def frozen(self) -> bool:
-        """Return whether neither weight nor bias needs a gradient."""
-        return not any(t is not None and t.requires_grad for t in (self.weight_VD, self.bias_V))
+        """Return whether neither weight nor bias needs a gradient, on any rank."""
+        return self.ranks.alone and not any(t is not None and t.requires_grad for t in (self.weight_VD, self.bias_V))
 
     @property
     def options(self) -> HeadOptions:
-        """Return how it trades memory for time; when gradients are computed is settled before."""
-        return _options(self.workspace_mib, self.accumulate, self.backend, self.ignored_tokens, self.skip or None)
+        """Return how it trades memory for time, as its operators have it: without `gradient`."""
+        return _options(
+            workspace_mib=self.workspace_mib, accumulate=self.accumulate, backend=self.backend,
+            ignored_tokens=self.ignored_tokens, skip=self.skip or None,
+        )  # fmt: skip
 
     @property
     def drops_tokens(self) -> bool:
@@ -116,13 +120,10 @@ class Head(NamedTuple):
         )
 
 
-Call = tuple[Head, Ranks | Alone, HeadOptions]
-
-
 def checked_call(
     function: str, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, logit_scale: float | Tensor,
     softcap: float | None, options: HeadOptions | None, vocab_shard: object,
-) -> Call:  # fmt: skip
+) -> Head:  # fmt: skip
     """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained."""
     refuse_transforms(function, input, linear_weight, linear_bias, logit_scale, instead=NAIVE)
     options = check_options(options)
@@ -146,7 +147,7 @@ def checked_call(
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
     asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0
     softcap = check_softcap("softcap", softcap)
-    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
+    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks, options.gradient)
 
 
 def check_head(
@@ -321,17 +322,7 @@ class DivergenceArgs(NamedTuple):
     reduction: str
 
 
-@cache
-def _options(
-    workspace_mib: float | None, accumulate: Any, backend: Any, ignored_tokens: Any, skip: float | None
-) -> HeadOptions:
-    return HeadOptions(
-        workspace_mib=workspace_mib,
-        accumulate=accumulate,
-        backend=backend,
-        ignored_tokens=ignored_tokens,
-        skip=skip,
-    )
+_options = cache(HeadOptions)
 
 
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:

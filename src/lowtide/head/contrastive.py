@@ -19,7 +19,7 @@ from lowtide.arguments import (
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError, message
 from lowtide.graph import node
-from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_head, checked_call
+from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, check_head, checked_call
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.exchange import begin_gather, begin_scattered_sum, classes_of_all_rows
@@ -116,7 +116,7 @@ def _contrastive(
     scale = _scale_of(temperature, queries)
     all_keys = _of_all_ranks(keys, group)
     y = rank * K + torch.arange(Q, device=queries.device) if positives is None else positives.long()
-    loss = _mean_over_positives(_call(queries, all_keys, scale, options), y, mask)
+    loss = _mean_over_positives(_head(queries, all_keys, scale, options), y, mask)
     if not symmetric or not Q:
         return loss
     all_queries = _of_all_ranks(queries, group)
@@ -124,15 +124,15 @@ def _contrastive(
     if mask is not None:
         mask = _mask_of_keys(mask, positives, Q, K, group)
     if positives is None:
-        call = _call(keys[:Q], all_queries, scale, options)
-        return (loss + _cross_entropy(call, CrossEntropyArgs(own, ignore_index=NONE, mask=mask))) / 2
+        head = _head(keys[:Q], all_queries, scale, options)
+        return (loss + _cross_entropy(head, CrossEntropyArgs(own, ignore_index=NONE, mask=mask))) / 2
     y = y.view(Q, -1)
     target, counts, ids = _of_pairs(y, _of_all_ranks(y, group), own, ranks * K)
     # not index_select, whose gradient is summed in no fixed order on a GPU
-    call = _call(F.embedding(ids, all_keys), all_queries, scale, options)
-    share = torch.where(counts > 0, 1 / counts.clamp(min=1).to(call[0].wide), 0)
+    head = _head(F.embedding(ids, all_keys), all_queries, scale, options)
+    share = torch.where(counts > 0, 1 / counts.clamp(min=1).to(head.wide), 0)
     args = CrossEntropyArgs(target, token_weight=share, num_items=share.sum(), ignore_index=NONE, mask=mask)
-    return (loss + _cross_entropy(call, args)) / 2
+    return (loss + _cross_entropy(head, args)) / 2
 
 
 def _of_all_ranks(x: Tensor, group: Any) -> Tensor:
@@ -156,22 +156,20 @@ def _sum_to_each(ctx: Any, upstream: Tensor) -> Any:
 _GATHERED = node("GatheredRows", "the gathered keys", _gather, _sum_to_each)
 
 
-def _call(input: Tensor, weight: Tensor, scale: float | Tensor, options: HeadOptions) -> Call:
+def _head(input: Tensor, weight: Tensor, scale: float | Tensor, options: HeadOptions) -> Head:
     return checked_call("linear_contrastive", input, weight, None, scale, None, options, None)
 
 
-def _cross_entropy(call: Call, args: CrossEntropyArgs) -> Tensor:
-    head, _, options = call
-    recompute = choose_gradient(options, "mean", head.frozen) == "recompute"
+def _cross_entropy(head: Head, args: CrossEntropyArgs) -> Tensor:
+    recompute = choose_gradient(head.gradient, "mean", head.frozen) == "recompute"
     return CROSS_ENTROPY(head, args, recompute=recompute)["loss"]
 
 
-def _mean_over_positives(call: Call, y: Tensor, mask: Tensor | None) -> Tensor:
+def _mean_over_positives(head: Head, y: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean over queries of the mean over their positives y, [Q] or [Q, P], of minus the log-probability."""
     if y.dim() == 1 or y.shape[1] == 1:
-        return _cross_entropy(call, CrossEntropyArgs(y.reshape(-1), ignore_index=NONE, mask=mask))
-    head, _, options = call
-    if options.gradient == "forward":
+        return _cross_entropy(head, CrossEntropyArgs(y.reshape(-1), ignore_index=NONE, mask=mask))
+    if head.gradient == "forward":
         hint = "Each positive's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with several positives", "'forward'", hint))
     # in the places of padding the query's first positive, with weight 0: a class that is masked for it may not count

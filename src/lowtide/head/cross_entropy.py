@@ -1,4 +1,9 @@
-"""Cross entropy over the logits of the final linear layer, which are never built."""
+"""Cross entropy over the logits of the final linear layer, which are never built.
+
+The way of a call on one GPU, in the order of its files: the checks here and in `call`; `nodes`, its operator and what
+autograd gets; `terms.cross_entropy`, rows, targets and the `plan`; `exponentials.losses`, the loop over chunks with
+their three GEMMs. Where a backend has a chunk's logits instead, the loop is `engine`, and `terms` have the loss.
+"""
 
 import math
 from typing import Any
@@ -100,66 +105,64 @@ def linear_cross_entropy(
         >>> head.weight.grad.shape
         torch.Size([1000, 16])
     """
-    head, args, recompute = _checked(
-        input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
-        logit_scale, token_weight, num_items, shift, options, vocab_shard,
+    head = checked_call(
+        "linear_cross_entropy", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    )
+    args = CrossEntropyArgs(
+        target, weight, token_weight, check_reduction(reduction, num_items), reduction, ignore_index, label_smoothing,
+        z_loss,
     )  # fmt: skip
-    loss = CROSS_ENTROPY(head, args, recompute=recompute)["loss"]
+    loss = _computed(head, input, args, shift=shift)["loss"]
     if reduction == "none":
         loss = loss.view(target.shape)
         loss = loss[..., :-1] if shift else loss
     return head.ranks.result(loss)
 
 
-def mean_and_parts(input: Tensor, linear_weight: Tensor, target: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+def mean_and_parts(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, logit_scale: float | Tensor,
+    softcap: float | None, options: HeadOptions | None, vocab_shard: VocabShard | None, num_items: Tensor, **given: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the mean of `linear_cross_entropy`, and what each token adds to it [...], not differentiable, in one pass.
 
     The second is times ``num_items``, and weighted by ``token_weight``. ``given`` are its other arguments, all but
     ``weight``, ``reduction`` and ``shift``.
     """
-    head, args, recompute = _checked(
-        input, linear_weight, target, weight=None, reduction="mean", shift=False, **given
-    )  # fmt: skip
-    found = CROSS_ENTROPY(head, args._replace(each=True), recompute=recompute)
+    head = checked_call(
+        "linear_cross_entropy", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    )
+    args = CrossEntropyArgs(target, num_items=check_reduction("mean", num_items), each=True, **given)
+    found = _computed(head, input, args, shift=False)
     return head.ranks.result(found["loss"]), head.ranks.result(found["each"].view(target.shape))
 
 
-def _checked(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    reduction: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float | Tensor, token_weight: Tensor | None, num_items: float | Tensor | None, shift: bool,
-    options: HeadOptions | None, vocab_shard: VocabShard | None,
-) -> tuple[Head, CrossEntropyArgs, bool]:  # fmt: skip
-    """Return the records of a call, and whether backward recomputes the logits."""
-    head, ranks, options = checked_call(
-        "linear_cross_entropy", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
-    )
-    check_target(input, target, linear_weight)
-    denominator, V = check_reduction(reduction, num_items), ranks.vocab
+def _computed(head: Head, input: Tensor, args: CrossEntropyArgs, *, shift: bool) -> dict[str, Tensor]:
+    """Check the arguments besides the head, and compute; ``input`` is the caller's."""
+    target, weight, token_weight, ranks = args.target, args.weight, args.token_weight, head.ranks
+    check_target(input, target, head.weight_VD)
     check_flag("shift", shift)
     if weight is not None:
-        if check_real("weight", weight).shape not in ((V,), (ranks.rows,)):
+        if check_real("weight", weight).shape not in ((ranks.vocab,), (ranks.rows,)):
             got = f"shape {list(weight.shape)}"
-            raise ArgumentValueError(message("weight", f"one class weight for each of {V}", got))
+            raise ArgumentValueError(message("weight", f"one class weight for each of {ranks.vocab}", got))
         check_device("weight", weight, input)
+        weight = ranks.class_weight(ranks.whole(detached(weight)))
     if token_weight is not None:
         check_per_token("token_weight", token_weight, input)
+        token_weight = ranks.whole(detached(token_weight))
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
-    ignore_index = check_index("ignore_index", ignore_index)
-    target = ranks.whole(target).long()
-    if token_weight is not None:
-        token_weight = ranks.whole(detached(token_weight))
+    ignore_index, target = check_index("ignore_index", args.ignore_index), ranks.whole(target).long()
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
     args = CrossEntropyArgs(
-        target=target, weight=None if weight is None else ranks.class_weight(ranks.whole(detached(weight))),
-        token_weight=token_weight, num_items=denominator, reduction=reduction, ignore_index=ignore_index,
-        label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
-        z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
+        target, weight, token_weight, args.num_items, args.reduction, ignore_index,
+        label_smoothing=check_number("label_smoothing", args.label_smoothing, 0, 1),
+        z_loss=check_number("z_loss", args.z_loss, -math.inf, math.inf, above=True), each=args.each,
     )  # fmt: skip
-    return head, args, choose_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
+    recompute = choose_gradient(head.gradient, args.reduction, head.frozen) == "recompute"
+    return CROSS_ENTROPY(head, args, recompute=recompute)
 
 
 def _shifted(x: Tensor, last: int) -> Tensor:

@@ -139,9 +139,8 @@ def linear_divergence(
         ... )
         >>> (2.0**2 * kl).backward()
     """
-    head, ranks, options = checked_call(
-        "linear_divergence", input, linear_weight, linear_bias, 1, softcap, options, vocab_shard
-    )
+    head = checked_call("linear_divergence", input, linear_weight, linear_bias, 1, softcap, options, vocab_shard)
+    ranks = head.ranks
     check_name("kind", kind, KINDS)
     denominator = check_reduction(reduction, num_items)
     beta = check_number("beta", beta, 0, 1)
@@ -159,7 +158,7 @@ def linear_divergence(
                 got = f"a {type(value).__name__}"
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
-    gradient = choose_gradient(options, reduction, head.frozen and ranks.alone, divergence=True)
+    gradient = choose_gradient(head.gradient, reduction, head.frozen, divergence=True)
     if isinstance(ranks, Ranks) and ranks.spread:
         whole, ranks = ranks.gathered(input)
         head = head._replace(input=whole, ranks=ranks)

@@ -15,8 +15,6 @@ from lowtide.head.matmul import clear_beside, matmul_into, narrow_in_place, narr
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.rows import Rows
 
-BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to
-
 Numbers = dict[str, Tensor]
 UpstreamOf = Callable[[Numbers, slice], Any]
 
@@ -95,29 +93,14 @@ class Chunks:
         whole = plan.backward_gemm != "blocks" or plan.logits_gemm == "out_dtype"
         # of other strides mm would copy it once a chunk
         weight_VD = head.weight_VD if 1 in head.weight_VD.stride() else head.weight_VD.contiguous()
-        self.weight_VD = self._weight_of_logits = weight_VD.to(head.dtype) if whole else weight_VD
+        self.weight_VD = weight_VD.to(head.dtype) if whole else weight_VD
         self._block = weight_VD.new_empty(plan.block_rows * weight_VD.shape[1], dtype=head.wide)
-        self._bias_V, self._unit = None if terms.raw else head.bias_V, weight_VD.new_empty(0)
-        if plan.bias_column and self._bias_V is not None:
-            self._take_bias(self._bias_V.to(head.dtype))
-            self._bias_V = None
         self.parts = list(head.ranks.chunks(plan))
         self._longest = max((part.stop - part.start for part in self.parts), default=0)
         self._piece = plan.product_rows or self._longest  # rows of which logits exist at a time
         self._columns = head.ranks.rows + (terms.spare or not head.ranks.alone)
         self._logits = weight_VD.new_empty(min(self._longest, self._piece), padded(self._columns), dtype=head.wide)
         self._gradient: Tensor | None = None
-
-    def _take_bias(self, bias_V: Tensor) -> None:
-        """Add a bias, of the weight's dtype here, to all later logits.
-
-        As one more column of a copy of the weight, times 1: logits are written once, where adding it would read and
-        write them again, which takes as long as the product where the hidden size is small.
-        """
-        V, D = self.weight_VD.shape
-        rest = self.weight_VD.new_zeros(1, padded(D + 1) - D - 1)  # zeros also where the bias is -inf
-        self._unit = torch.cat((rest.new_ones(1, 1), rest), 1)
-        self._weight_of_logits = torch.cat((self.weight_VD, bias_V[:, None], rest.expand(V, -1)), 1)
 
     def hidden(self, part: slice) -> Tensor:
         """Return a chunk's hidden states [C, D] in the operands' dtype, 0 in rows that do not count."""
@@ -138,22 +121,17 @@ class Chunks:
 
     def logits(self, x_CD: Tensor) -> Tensor:
         """Return the logits of these hidden states."""
-        head, V, bias_V, cap = self.head, self.head.ranks.rows, self._bias_V, self.head.softcap
+        head, V, cap = self.head, self.head.ranks.rows, self.head.softcap
         z = self._logits[: len(x_CD), : self._columns]
-        z_V = z[:, :V]
-        if self._unit.numel():
-            x_CD = torch.cat((x_CD, self._unit.expand(len(x_CD), -1)), 1)
-        bias_first = bias_V is not None and (x_CD.shape[1] >= BIAS_FIRST or not x_CD.is_cuda)
-        if bias_V is not None and bias_first:
-            z_V.copy_(bias_V)
+        z_V, biased = z[:, :V], head.bias_V is not None and not self.raw
+        if head.bias_V is not None and biased:
+            z_V.copy_(head.bias_V)
         if self.plan.logits_gemm == "blocks":
             wide_x = x_CD.to(head.wide)
             for part, w in self._blocks():
-                matmul_into(wide_x, w.T, z_V[:, part], add=bias_first)
+                matmul_into(wide_x, w.T, z_V[:, part], add=biased)
         else:
-            matmul_into(x_CD, self._weight_of_logits.T, z_V, add=bias_first)
-        if bias_V is not None and not bias_first:
-            z_V.add_(bias_V)
+            matmul_into(x_CD, self.weight_VD.T, z_V, add=biased)
         if not self.raw and (head.scale is not None or cap is not None):
             for part in slices(V, V if cap is None else self.plan.columns):  # on a CPU one operator is better than many
                 if head.scale is not None:

@@ -248,8 +248,7 @@ class FunctionTerms(Terms):
         ]
         self.args, self.params = leaves[: function.token_args], leaves[function.token_args :]
         self._rowwise = [i < len(self.args) for i in range(len(leaves))]
-        fits = b is not None and b.dtype == self.head.dtype
-        self.plan = replace(function.plan, bias_column=function.plan.bias_column and fits)
+        self.plan = function.plan
         N, order = function.leading.numel(), self.head.ranks.order(self.plan)
         self.rows = Rows(tokens=N, index=index)
         if order is not None:

@@ -25,35 +25,22 @@ MOST_KINDS = 64
 COUNTED = (CrossEntropyArgs, TokenStatsArgs)  # records of arguments with targets
 
 
-class IgnoredShares:
-    """The shares of ignored tokens in the calls of one kind, and whether the next call skips them."""
-
-    def __init__(self) -> None:
-        self._sent: deque[Callable[[], float]] = deque()
-        self._shares: deque[float] = deque(maxlen=NUMBERS)
-
-    @property
-    def skip(self) -> bool:
-        """Return whether skipping pays."""
-        return max(self._shares) > LEAST
-
-    def count(self, kept_N: Tensor) -> None:
-        """Begin to count a call's tokens, and read the counts that the next call is to know: at first this one."""
-        self._sent.append(share_of(kept_N))
-        while self._sent and (not self._shares or len(self._sent) >= AFTER):
-            self._shares.append(self._sent.popleft()())
-
-
 def share_of(kept_N: Tensor) -> Callable[[], float]:
-    """Begin to count the tokens that are left out; return what waits for their share."""
+    """Begin to count the tokens that are left out; return what waits for their share, once."""
     number, N = host_memory(dtype=torch.int64), max(1, kept_N.numel())
     arrived = sent(kept_N.sum(), number)
 
+    @cache
     def wait() -> float:
         arrived()
         return 1 - int(number) / N
 
     return wait
+
+
+def pays(shares: Sequence[Callable[[], float]]) -> bool:
+    """Return whether skipping pays in the next call: by all shares but the last ones, at first by the first."""
+    return max(share() for share in list(shares)[: 1 - AFTER] or [shares[0]]) > LEAST
 
 
 def host_memory(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,7 +59,7 @@ def sent(x: Tensor, to: Tensor) -> Callable[[], None]:
     return arrived.synchronize
 
 
-_known: dict[tuple[Any, ...], IgnoredShares] = {}
+_known: dict[tuple[Any, ...], deque[Callable[[], float]]] = {}  # the shares of each kind's last calls
 _skips = cache(skips_ignored)
 
 
@@ -98,17 +85,16 @@ def decided(
     if torch.are_deterministic_algorithms_enabled() or watched((x, target)):
         return "skip", None
     kind, captures = (*kind, x.device, *w.shape), torch.cuda.is_current_stream_capturing()
-    known = _known.get(kind)
-    if known is None:
-        if captures:
-            return "skip", None
-        if len(_known) >= MOST_KINDS:
-            _known.clear()
-        _known[kind] = first = IgnoredShares()
-        first.count(counted())
-        return "skip" if first.skip else "compute", None
-    shares = known
-    return "skip" if shares.skip else "compute", None if captures else lambda: shares.count(counted())
+    shares = _known.get(kind)
+    if shares is not None:
+        known = shares
+        return "skip" if pays(known) else "compute", None if captures else lambda: known.append(share_of(counted()))
+    if captures:
+        return "skip", None
+    if len(_known) >= MOST_KINDS:
+        _known.clear()
+    _known[kind] = shares = deque([share_of(counted())], maxlen=NUMBERS + AFTER - 1)
+    return "skip" if pays(shares) else "compute", None
 
 
 def kept_tokens(args: Any, upstream: Sequence[Tensor | None], tokens: int) -> Tensor:

@@ -62,7 +62,6 @@ FUNCTION_CHUNKS = {True: FEWEST_CHUNKS, False: 8}  # FEWEST_CHUNKS and FEWEST_RO
 FUNCTION_ROWS = {True: 8, False: 2048}
 PIECE_ELEMENTS = {True: 2**20, False: 2**26}  # logits it gets at a time: half a millisecond of the host's for each
 FUNCTION_PIECES = 16  # on a GPU by default: a function's intermediates for a piece are small next to all logits
-BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
 # Two sides' logits whose gradient is narrower than they are (linear_divergence), without a limit.
 PAIR_CHUNKS = 4  # the weight's gradient is added to so often
 PAIR_ROWS = 1024  # of a chunk, at least
@@ -71,7 +70,9 @@ PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: 
 MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
 EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward
 KEPT_ROWS = 512  # of a chunk, from which tiles are skipped
-EXP_ROWS = 2048  # a chunk may have so many by default, however few the tokens; else half of them
+EXP_ROWS = (
+    2048  # a chunk may have so many by default, however few the tokens; else half of them; a power of 2 from here
+)
 EXP_BYTES = 2**30  # of a chunk's E, where that is more rows
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
@@ -122,7 +123,6 @@ class HeadPlan:
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk per GEMM with the weight, on the exponential path and in `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
-        bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
         kept: Whether the gradients skip tiles of the softmax, as ``HeadOptions(skip=...)`` asks: in a copy of the
             weight, which is in the scratch.
     """
@@ -147,7 +147,6 @@ class HeadPlan:
     sum_rows: int = 0
     product_rows: int = 0
     piece_rows: int = 0
-    bias_column: bool = False
     kept: bool = False
 
     def slices(self) -> Iterator[slice]:
@@ -240,8 +239,6 @@ def plan_head(
     weight_dtype: torch.dtype | None = None,
     reduction: str = "mean",
     weight_frozen: bool = False,
-    capped_and_smoothed: bool = False,
-    weight_fits: bool = True,
     input_is_copied: bool = False,
     function: bool = False,
     capability: tuple[int, int] | None = None,
@@ -262,8 +259,6 @@ def plan_head(
         weight_dtype: dtype of ``linear_weight``, where autocast makes it differ from ``dtype``.
         reduction: As given to `linear_cross_entropy`.
         weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
-        capped_and_smoothed: True if the loss has both a soft cap and label smoothing.
-        weight_fits: False if the weight's rows do not lie one after another, at 16-byte addresses.
         input_is_copied: True if a chunk's hidden states have to be copied: another dtype, or axes that do not flatten.
         function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
         capability: Compute capability of a GPU that is planned for and is not this machine's. None: this machine's.
@@ -288,11 +283,9 @@ def plan_head(
     if function:
         choice = choose("linear_apply", options, " for linear_apply")
     else:
-        exp = why_not_exp(
-            device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits, capability=capability
-        )
-        choice = choose("cross entropy", options, exp=exp, row=why_not_row(device, dtype, V))
-    gradient = choose_gradient(options, reduction, weight_frozen)
+        exp, row = why_not_exp(device, dtype, D, V, capability=capability), why_not_row(device, dtype, V)
+        choice = choose("cross entropy", options, exp=exp, row=row)
+    gradient = choose_gradient(options.gradient, reduction, weight_frozen)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient, device_bytes)
     ends_early = choice[0] == "exp" and skips_ignored(device, capability)
     kept = options.skip is not None and ends_early and not weight_frozen
@@ -357,7 +350,7 @@ def plan_divergence(
     options, device = check_options(options), torch.device(device)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
     choice = choose("divergence", options, row=why_not_row(device, dtype, V, topk=topk is not None))
-    gradient = choose_gradient(options, reduction, weight_frozen, divergence=True)
+    gradient = choose_gradient(options.gradient, reduction, weight_frozen, divergence=True)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient)
     return plan_of(work._replace(teacher=(*of_teacher, teacher_dtype or dtype)))
 
@@ -371,7 +364,7 @@ def _check_sizes(**sizes: int) -> None:
 def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, known: bool = False) -> HeadPlan:
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
     frozen = head.ranks.alone and not any(wanted[1:])
-    gradient = "recompute" if known else choose_gradient(head.options, args.reduction, frozen)
+    gradient = "recompute" if known else choose_gradient("auto", args.reduction, frozen)
     sums = 2 if head.remembered is not None and head.softcap is not None else 1  # with a cap also those of what E is
     return plan_of(_work(head, args, n, wanted, gradient=gradient, tile_numbers=sums))
 
@@ -465,7 +458,7 @@ def support_backend(head: Head) -> tuple[str, str]:
     return choose("sets", head.options, row=why_not_row(head.input.device, head.dtype, max(1, head.ranks.most_rows)))
 
 
-def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
+def choose_gradient(asked: str, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
     """Return when the gradients are computed; raise if forward was requested and cannot be right.
 
     With a scalar loss the upstream gradient is one factor, applied afterwards. With one loss a token it is not, but
@@ -473,12 +466,12 @@ def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *
     divergence three numbers per token are stored instead, and the input's gradient only if requested.
     """
     known = reduction != "none" or weight_frozen
-    if options.gradient == "forward" and not known:
+    if asked == "forward" and not known:
         expected = "'auto' or 'recompute' with reduction='none' and a head that is trained"
         hint = "The weight's gradient needs each token's upstream gradient, known in backward only."
         raise UnsupportedError(message("gradient", expected, "'forward'", hint))
-    small = divergence and reduction == "none" and options.gradient == "auto"
-    return "recompute" if options.gradient == "recompute" or not known or small else "forward"
+    small = divergence and reduction == "none" and asked == "auto"
+    return "recompute" if asked == "recompute" or not known or small else "forward"
 
 
 @lru_cache(maxsize=512)
@@ -583,9 +576,6 @@ def _cut_logits(work: Work) -> Cut:
         of_teacher, row_of_teacher = _bytes_of_teacher(work)
         fixed, row = fixed + of_teacher, row + row_of_teacher
     if work.function:
-        copied = V * padded(D + 1) * narrow
-        more["bias_column"] = gemms["logits_gemm"] == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
-        fixed += copied * more["bias_column"]
         left = budget - fixed - enough * row  # by chunks that are as large as they should be
         piece_bytes = FUNCTION_COPIES * wide * max(1, V)
         pieces = [N, max(left, (budget - fixed) // 2) // piece_bytes, max(2, PIECE_ELEMENTS[cpu] // max(1, V))]
@@ -649,13 +639,14 @@ def _cut_exponentials(work: Work) -> Cut:
     """Cut chunks of exponentials; or blocks of the vocabulary, where chunks would be short or the gradients wait.
 
     A chunk has as many rows as fit, from 2048 on a power of 2, which cuBLAS multiplies fastest. By default there are
-    two at least, and a chunk has no more rows than 4096, than make `EXP_BYTES` of E, or than leave `FEW_CHUNKS`,
-    whichever is most; 2048 where the head is frozen. Chunks are short below 512 rows, 256 where it is frozen, and where
+    two at least, and a chunk has no more rows than 4096, than make `EXP_BYTES` of E or a `WAVE` of E W, or than leave
+    `FEW_CHUNKS`, whichever is most; half of it where the head is frozen. Chunks are short below 512 rows, and where
     a limit of the memory makes so many that the weight's gradient would be summed in float32: if blocks have twice the
     rows, or need no float32.
     """
     (N, D, V), sharded = work.size, work.sharded
     trained = sharded or not work.weight_frozen  # ranks cut alike, also where some of them train no weight
+    part = 1 if trained else 2
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
     # three; and the GEMM's result in float32, while it is summed over the ranks.
@@ -678,8 +669,9 @@ def _cut_exponentials(work: Work) -> Cut:
     least = 2 * max(piece, min(power_of_2(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4)) * sharded
     longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
     if work.automatic:
-        most = max(2 * EXP_ROWS, power_of_2(-(-N // FEW_CHUNKS))) if trained else EXP_ROWS
-        longest = min(longest, max(most, EXP_BYTES // (2 * V), least), max(N // 2, EXP_ROWS, least))
+        few = power_of_2(-(-N // FEW_CHUNKS)) if trained else 0
+        most = max(4096 // part, piece, EXP_BYTES // (2 * part * V), few, least)
+        longest = min(longest, most, max(N // 2, EXP_ROWS, least))
     longest = rows = max(work.groups, min(longest, N))
     if rows < N:
         power = 1 << rows.bit_length() - 1
@@ -689,7 +681,7 @@ def _cut_exponentials(work: Work) -> Cut:
     def many(rows: int) -> bool:
         return trained and accumulate_in(work, -(-N // rows)) != accumulate_in(work, 1)
 
-    short = rows < min(N, 512 if trained else 256) or (many(rows) and not work.automatic)
+    short = rows < min(N, 512 // part) or (many(rows) and not work.automatic)
     of_block = thin + product + 2 * gathered
     block: tuple[int, int] | None = None
     if work.gradient == "recompute" or (short and not work.kept):

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.arguments import check_device, check_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import Operator, node
-from lowtide.head.call import Call, Head, SupportArgs, TokenStatsArgs, axes_and
+from lowtide.head.call import Head, SupportArgs, TokenStatsArgs, axes_and
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.rows import looks_at_numbers
 from lowtide.head.terms.cross_entropy import check_classes
@@ -45,14 +45,13 @@ def check_support(support: object, input: Tensor, names: frozenset[str]) -> Tens
 
 
 def support_stats(
-    call: Call, input: Tensor, target: Tensor | None, names: frozenset[str], ignore_index: int, support: Tensor
-) -> dict[str, Tensor]:  # fmt: skip
+    head: Head, input: Tensor, target: Tensor | None, names: frozenset[str], ignore_index: int, support: Tensor
+) -> dict[str, Tensor]:
     """Return fields ``names`` over the sets, and "outside" if there are targets; ``input`` is the caller's."""
-    head, ranks, options = call
-    if options.gradient == "forward":
+    if head.gradient == "forward":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with support", "'forward'", hint))
-    if isinstance(ranks, Ranks) and torch.compiler.is_compiling():
+    if isinstance(head.ranks, Ranks) and torch.compiler.is_compiling():
         return exchanges_between_ranks_run_in_eager(_stats, head, input, target, names, ignore_index, support)
     return _stats(head, input, target, names, ignore_index, support)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
+from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
@@ -113,11 +113,11 @@ def linear_logprobs(
         >>> linear_logprobs(hidden, head.weight, labels, logit_scale=1 / 0.7).shape
         torch.Size([2, 5])
     """
-    call = checked_call(
+    head = checked_call(
         "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     )
     check_target(input, target, linear_weight, several=True)
-    logprob = _token_stats(call, input, support, target, frozenset({"logprob"}), 0, ignore_index).logprob
+    logprob = _token_stats(head, input, support, target, frozenset({"logprob"}), 0, ignore_index).logprob
     assert logprob is not None
     return logprob
 
@@ -195,10 +195,10 @@ def linear_token_stats(
     elif "topk" in names:
         raise ArgumentValueError(message("topk", "an int, as want has 'topk'", "None", "Pass their number: topk=5."))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):
-        call = checked_call(
+        head = checked_call(
             "linear_token_stats", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
         )
-        highest, V = 0 if topk is None else check_index("topk", topk), call[1].vocab
+        highest, V = 0 if topk is None else check_index("topk", topk), head.ranks.vocab
         if topk is not None and not 1 <= highest <= V:
             raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))
         if target is not None:
@@ -207,32 +207,32 @@ def linear_token_stats(
             needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
             hint = "Pass the targets, or a want without these."
             raise ArgumentValueError(message("target", f"class indices, as want has {needed}", "None", hint))
-        return _token_stats(call, input, support, target, names, highest, ignore_index)
+        return _token_stats(head, input, support, target, names, highest, ignore_index)
 
 
 def _token_stats(
-    call: Call, input: Tensor, support: Tensor | None, target: Tensor | None, names: frozenset[str], topk: int,
+    head: Head, input: Tensor, support: Tensor | None, target: Tensor | None, names: frozenset[str], topk: int,
     ignore_index: int,
 ) -> TokenStats:  # fmt: skip
     """Return fields ``names`` for the tokens of ``input``, the caller's."""
-    (head, ranks, options), leading = call, input.shape[:-1]
+    ranks, leading = head.ranks, input.shape[:-1]
     by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading) and support is None
     if head.skip and not by_loss:
         hint = "Of statistics only log-probabilities of one target a token, over the whole vocabulary, skip tiles."
         raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
     if support is not None:
         ids, ignore_index = check_support(support, input, names), check_index("ignore_index", ignore_index)
-        of_sets = support_stats(call, input, target, names, ignore_index, ids)
+        of_sets = support_stats(head, input, target, names, ignore_index, ids)
         return TokenStats(**of_sets)  # type: ignore[arg-type]
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
-    if options.gradient == "forward" and not (by_loss and head.frozen):
+    if head.gradient == "forward" and not (by_loss and head.frozen):
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has more backends; 0 - x leaves no -0.0
         of_loss = CrossEntropyArgs(target.long(), reduction="none", ignore_index=ignore_index)
-        recompute = choose_gradient(options, "none", head.frozen and ranks.alone) == "recompute"
+        recompute = choose_gradient(head.gradient, "none", head.frozen) == "recompute"
         loss = CROSS_ENTROPY(head, of_loss, recompute=recompute)["loss"]
         return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))
     N = math.prod(leading)
