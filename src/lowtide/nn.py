@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, Reduction
 from lowtide.mlp.swiglu import check_level, check_plain, swiglu_mlp
 
 __all__ = ["LinearCrossEntropyLoss", "SwiGLU"]
@@ -51,7 +51,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         weight: Tensor | None = None,
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,

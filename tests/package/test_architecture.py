@@ -160,7 +160,7 @@ def test_no_file_reads_what_is_private_in_another() -> None:
 # Thousands of Python tokens of code, and of lines of src and tests. Raising one is a decision: CHANGELOG.md says why,
 # and which other room gives as much.
 BUDGETS = {
-    "top": 6.1, "head": 91.7, "skip": 10.4, "mlp, layers": 21.3, "losses": 8.6, "memory": 14.0, "plan": 17.8,
+    "top": 6.1, "head": 91.7, "skip": 10.4, "mlp, layers": 20.8, "losses": 8.55, "memory": 14.0, "plan": 17.8,
     "models": 32.0, "distributed, trl, stacks": 5.6, "train": 12.85, "profile, measure": 9.6, "bench": 11.5, "cli": 3.0,
 }  # fmt: skip
 SRC_TOKENS, SRC_LINES, TEST_LINES = 245.6, 33.2, 31.4
@@ -283,7 +283,9 @@ def test_what_walks_the_names_needs_no_transformers() -> None:
 
 @pytest.mark.parametrize("package", [lowtide, lowtide.memory])
 def test_names_are_those_that_a_type_checker_sees(package: Any) -> None:
-    typed = next(node for node in ast.parse(Path(package.__file__).read_text()).body if isinstance(node, ast.If))
+    tree = ast.parse(Path(package.__file__).read_text())
+    assert "__getattr__" not in names_of(tree)  # with one in its sight, a checker takes every name for right
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
     for node in typed.body:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:

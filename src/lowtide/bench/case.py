@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowtide.bench.config import SEVERAL
 from lowtide.bench.harness import Peer, Row, Run, Table, reason_in, release
+from lowtide.head.options import Reduction
 from lowtide.measure.timing import Timing, kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import mib
 
@@ -46,7 +47,7 @@ class Case:
 
     shape: Any
     name: str = "mean"  # of the table
-    names: tuple[str, ...] = ("loss",)  # of the values; empty: a module's output, which is not compared
+    names: tuple[Any, ...] = ("loss",)  # of the values; empty: a module's output, which is not compared
     gemms: int = 3  # of a weight, that it cannot do without; 4: the logits are computed twice
     leaves: tuple[Tensor, ...]  # what gets a gradient: hidden states, the weight, and what a subclass has
     y: Any = None  # targets [N] or [N, K]
@@ -63,7 +64,7 @@ class Case:
         return self.leaves[1]
 
     @property
-    def reduction(self) -> str:
+    def reduction(self) -> Reduction:
         """Of the values over the tokens: the loss is a mean, all else per token."""
         return "mean" if self.names == ("loss",) else "none"
 

@@ -5,7 +5,7 @@ N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unle
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from lowtide.arguments import (
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.gradients import with_trained_scale
-from lowtide.head.options import HeadOptions, check_options
+from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks.parallel import Alone, Ranks, ranks_of
 from lowtide.head.rows import positions
 
 NAMES = ("input", "linear_weight", "linear_bias")
-REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS = get_args(Reduction)
 SKIPPING = ("linear_cross_entropy", "linear_logprobs", "linear_token_stats")  # functions whose gradients may skip tiles
 NAIVE = "torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)"
 SWAPPED = "Are {} and {} swapped? The hidden states come first here; Liger's functions take the weight first."

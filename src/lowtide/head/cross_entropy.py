@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real, detached
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.call import CrossEntropyArgs, Head, check_per_token, check_reduction, check_target, checked_call
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, Reduction
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
@@ -27,7 +27,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,

@@ -1,7 +1,7 @@
 """Divergences of a student's distribution over the vocabulary from a teacher's, without logits in memory."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from lowtide.head.call import (
     check_softcap,
     checked_call,
 )
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, Reduction
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.divergence import DIVERGENCE
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
+Kind = Literal["forward_kl", "reverse_kl", "jsd", "tv"]
 TAILS = ("bucket", "renormalise", "drop")
 TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
 
@@ -51,7 +51,7 @@ def linear_divergence(
     teacher_input: Tensor | None,
     teacher_weight: Tensor | None,
     *,
-    kind: str = "forward_kl",
+    kind: Kind = "forward_kl",
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     linear_bias: Tensor | None = None,
@@ -59,7 +59,7 @@ def linear_divergence(
     teacher_topk: TeacherTopK | tuple[Any, ...] | None = None,
     mask: Tensor | None = None,
     options: HeadOptions | None = None,
-    reduction: str = "none",
+    reduction: Reduction = "none",
     num_items: float | Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
@@ -141,7 +141,7 @@ def linear_divergence(
     """
     head = checked_call("linear_divergence", input, linear_weight, linear_bias, 1, softcap, options, vocab_shard)
     ranks = head.ranks
-    check_name("kind", kind, KINDS)
+    check_name("kind", kind, get_args(Kind))
     denominator = check_reduction(reduction, num_items)
     beta = check_number("beta", beta, 0, 1)
     if kind == "jsd" and beta in (0, 1):

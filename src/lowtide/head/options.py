@@ -11,6 +11,7 @@ Accumulate = Literal["auto", "float32", "input"]
 Backend = Literal["auto", "exp", "row", "torch"]
 Gradient = Literal["auto", "forward", "recompute"]
 IgnoredTokens = Literal["auto", "skip", "drop", "compute"]
+Reduction = Literal["mean", "sum", "none"]  # of the values of tokens
 
 
 @dataclass(frozen=True, kw_only=True)

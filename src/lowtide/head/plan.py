@@ -34,7 +34,7 @@ from lowtide.head.call import (
 )
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
-from lowtide.head.options import HeadOptions, check_options
+from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 from lowtide.kernel_launch import power_of_2
@@ -237,7 +237,7 @@ def plan_head(
     options: HeadOptions | None = None,
     *,
     weight_dtype: torch.dtype | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     weight_frozen: bool = False,
     input_is_copied: bool = False,
     function: bool = False,
@@ -306,7 +306,7 @@ def plan_divergence(
     topk: int | None = None,
     teacher_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
-    reduction: str = "none",
+    reduction: Reduction = "none",
     weight_frozen: bool = False,
 ) -> HeadPlan:
     """Return what `linear_divergence` will do with gradients for N tokens, and its bytes, as `plan_head` does.

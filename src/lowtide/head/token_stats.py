@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ class TopK(NamedTuple):
     ids: Tensor  # [..., k] int64
 
 
+_ABSENT: Any = None
+
+
 class TokenStats(NamedTuple):
-    """The statistics of each token by `linear_token_stats`. A field that was not requested is None.
+    """The statistics of each token by `linear_token_stats`. A field that was not requested is None, whatever its type.
 
     With z a token's logits, p their softmax, V their number. float32, for float64 inputs float64.
 
@@ -43,17 +46,20 @@ class TokenStats(NamedTuple):
             not; else None.
     """
 
-    logprob: Tensor | None = None
-    entropy: Tensor | None = None
-    lse: Tensor | None = None
-    mean_logit: Tensor | None = None
-    argmax: Tensor | None = None
-    sum_sq_prob: Tensor | None = None
-    topk: TopK | None = None
-    is_top1: Tensor | None = None
+    logprob: Tensor = _ABSENT
+    entropy: Tensor = _ABSENT
+    lse: Tensor = _ABSENT
+    mean_logit: Tensor = _ABSENT
+    argmax: Tensor = _ABSENT
+    sum_sq_prob: Tensor = _ABSENT
+    topk: TopK = _ABSENT
+    is_top1: Tensor = _ABSENT
     outside: Tensor | None = None
 
 
+Want = Literal[
+    "logprob", "entropy", "lse", "mean_logit", "argmax", "sum_sq_prob", "topk", "is_top1", "outside"
+]  # fmt: skip
 WANTS = tuple(name for name in TokenStats._fields if name != "outside")  # what is returned on request only
 
 
@@ -117,9 +123,7 @@ def linear_logprobs(
         "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     )
     check_target(input, target, linear_weight, several=True)
-    logprob = _token_stats(head, input, support, target, frozenset({"logprob"}), 0, ignore_index).logprob
-    assert logprob is not None
-    return logprob
+    return _token_stats(head, input, support, target, frozenset({"logprob"}), 0, ignore_index).logprob
 
 
 def linear_token_stats(
@@ -127,7 +131,7 @@ def linear_token_stats(
     linear_weight: Tensor,
     target: Tensor | None = None,
     *,
-    want: Iterable[str] = ("logprob", "entropy", "lse", "argmax"),
+    want: Iterable[Want] = ("logprob", "entropy", "lse", "argmax"),
     linear_bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,

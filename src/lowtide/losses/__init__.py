@@ -6,7 +6,6 @@ the host wait for a GPU. Every denominator is named: see `reduce_tokens`. `multi
 per position, takes hidden states and output embeddings instead.
 """
 
-from lowtide.losses.kto import kto_loss, kto_reference
 from lowtide.losses.multi_token import StepLosses, future_labels, multi_token_loss
 from lowtide.losses.policy_gradient import (
     bnpo_loss,
@@ -28,7 +27,15 @@ from lowtide.losses.policy_terms import (
     policy_loss,
     sampler_correction,
 )
-from lowtide.losses.preference import DPO_KINDS, cpo_loss, dpo_loss, orpo_loss, simpo_loss
+from lowtide.losses.preference import (
+    DPO_KINDS,
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    kto_reference,
+    orpo_loss,
+    simpo_loss,
+)
 from lowtide.losses.reduction import reduce_tokens, sequence_logprobs, wpo_weights
 from lowtide.losses.supervised import (
     dft_loss,

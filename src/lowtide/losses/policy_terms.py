@@ -27,8 +27,6 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 Correction = Literal["truncate", "mask"]
 KLKind = Literal["k1", "k2", "k3"]
 Scale = Literal["group", "batch", "none"]
-RATIO_LEVELS, CORRECTION_LEVELS, CORRECTIONS = get_args(RatioLevel), get_args(CorrectionLevel), get_args(Correction)
-KL_KINDS, SCALES = get_args(KLKind), get_args(Scale)
 
 
 class PolicyTerms(TokenReductionOptions, total=False):
@@ -79,7 +77,7 @@ def importance_ratio(
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, for the last two.
     """
-    check_name("level", level, RATIO_LEVELS)
+    check_name("level", level, get_args(RatioLevel))
     keep, logprob, old = check_valid(mask, logprob=logprob, old_logprob=old_logprob)
     log_ratio = _at_level(logprob - old.detach(), keep, level.removesuffix("_token"))
     if level == "geometric_token":
@@ -124,8 +122,8 @@ def sampler_correction(
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, high = 2);
     Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (MIS).
     """
-    check_name("level", level, CORRECTION_LEVELS)
-    check_name("kind", kind, CORRECTIONS)
+    check_name("level", level, get_args(CorrectionLevel))
+    check_name("kind", kind, get_args(Correction))
     low = check_not_negative("low", low)
     if check_number("high", high, 0, math.inf) <= low:
         raise ArgumentValueError(message("high", f"a number above low, {low}", f"{high!r}"))
@@ -199,7 +197,7 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, mask: Tensor | None = None
 
     Source: Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
     """
-    check_name("kind", kind, KL_KINDS)
+    check_name("kind", kind, get_args(KLKind))
     _, logprob, ref = check_valid(mask, logprob=logprob, ref_logprob=ref_logprob)
     d = ref.detach() - logprob
     if kind == "k1":
@@ -230,7 +228,7 @@ def group_advantages(reward: Tensor, group_size: int, *, scale: Scale = "group",
     Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300; Liu et al. 2025, "Understanding R1-Zero-Like Training",
     arXiv 2503.20783, for "none".
     """
-    check_name("scale", scale, SCALES)
+    check_name("scale", scale, get_args(Scale))
     eps = check_positive("eps", eps)
     groups = _groups(reward, group_size)
     centred = groups - groups.mean(-1, keepdim=True)
@@ -307,7 +305,7 @@ def policy_loss(
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
-    check_name("kl", kl, KL_KINDS)
+    check_name("kl", kl, get_args(KLKind))
     logprob, loss = check_tokens(logprob=logprob, surrogate=surrogate)
     keep = check_mask(mask, "logprob", logprob)
     if correction is not None:

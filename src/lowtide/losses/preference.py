@@ -1,4 +1,4 @@
-"""Preference losses of pairs: DPO's family, and those without a reference model (SimPO, ORPO, CPO)."""
+"""Preference losses: DPO's family, those without a reference model (SimPO, ORPO, CPO), and KTO, of single answers."""
 
 import math
 from collections.abc import Callable
@@ -8,21 +8,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lowtide.arguments import check_name, check_number
+from lowtide.arguments import check_name, check_number, scalar_tensor
 from lowtide.errors import ArgumentValueError, message
+from lowtide.head.options import Reduction
 from lowtide.losses.checks import (
     bounded_expm1,
     check_alike,
+    check_bool,
     check_floats,
     check_like,
     check_not_negative,
     check_place,
     check_positive,
 )
-from lowtide.losses.reduction import NumItems, SequenceReduction, SequenceReductionOptions, reduce_sequences
+from lowtide.losses.reduction import NumItems, SequenceReductionOptions, reduce_sequences
 
+DPOKind = Literal[
+    "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
+    "apo_down", "discopop", "aot", "aot_unpaired",
+]  # fmt: skip
+DPO_KINDS = get_args(DPOKind)
+"""The words that `dpo_loss` takes as ``kind``; its docstring has the formula of each."""
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
-DIVERGENCES = get_args(Divergence)
+KTOKind = Literal["kto", "apo_zero"]
 
 
 def dpo_loss(
@@ -31,7 +39,7 @@ def dpo_loss(
     ref_chosen_logprob: Tensor,
     ref_rejected_logprob: Tensor,
     *,
-    kind: str = "sigmoid",
+    kind: DPOKind = "sigmoid",
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     divergence: Divergence = "reverse_kl",
@@ -39,7 +47,7 @@ def dpo_loss(
     tau: float = 0.05,
     chosen_length: Tensor | None = None,
     rejected_length: Tensor | None = None,
-    reduction: SequenceReduction = "mean",
+    reduction: Reduction = "mean",
     num_items: NumItems = None,
 ) -> Tensor:
     """Return a preference loss of the DPO family, one value per pair of answers.
@@ -102,7 +110,7 @@ def dpo_loss(
     eqs. 7 and 8; DiscoPOP, Lu et al. 2406.08414; AOT, Melnyk et al. 2406.05882; f-DPO, Wang et al. 2309.16240.
     """
     check_name("kind", kind, DPO_KINDS)
-    check_name("divergence", divergence, DIVERGENCES)
+    check_name("divergence", divergence, get_args(Divergence))
     chosen, rejected, *refs = check_alike(
         chosen_logprob=chosen_logprob, rejected_logprob=rejected_logprob,
         ref_chosen_logprob=ref_chosen_logprob, ref_rejected_logprob=ref_rejected_logprob,
@@ -233,6 +241,81 @@ def orpo_loss(
     return _with_nll(loss, -chosen if chosen_nll is None else chosen_nll, chosen, **reduce)
 
 
+def kto_loss(
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    desirable: Tensor,
+    kl: float | Tensor,
+    *,
+    kind: KTOKind = "kto",
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    **reduce: Unpack[SequenceReductionOptions],
+) -> Tensor:
+    """Return KTO's loss of single answers, each good or bad; no pairs are needed.
+
+    With a = ``logprob - ref_logprob`` and w the weight of the answer's side:
+
+        "kto"        w (1 - sigmoid(beta (a - kl))) where desirable, else w (1 - sigmoid(beta (kl - a)))
+        "apo_zero"   the same with kl = 0: APO-zero (arXiv 2408.06266, eq. 7) of single answers
+
+    Args:
+        logprob: Log-probability of each answer [...], summed over its tokens.
+        ref_logprob: The reference model's [...], not differentiated.
+        desirable: bool or integers [...], not 0 where the answer is a good one.
+        kl: Number or 0-d tensor, not differentiated and not inspected: what `kto_reference` returns, averaged over
+            ranks where there are several. 0 for "apo_zero", which does without.
+        kind: ``"kto"`` or ``"apo_zero"``.
+        beta: How hard the policy is held to the reference, above 0.
+        desirable_weight: w of good answers, 0 or above. The paper keeps the ratio of both sides, number times weight,
+            between 1 and 4/3 (its eq. 8).
+        undesirable_weight: w of bad answers, 0 or above.
+        reduce: ``reduction`` and ``num_items`` of `dpo_loss`, here of answers, not pairs; it also describes the result.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
+    """
+    check_name("kind", kind, get_args(KTOKind))
+    logprob, ref = check_alike(logprob=logprob, ref_logprob=ref_logprob)
+    log_ratio = logprob - ref.detach()
+    desirable = check_bool("desirable", desirable, "logprob", logprob)
+    reference = scalar_tensor("kl", kl, logprob.dtype).detach().to(logprob.dtype)
+    if kind == "apo_zero" and (isinstance(kl, Tensor) or kl != 0):
+        raise ArgumentValueError(message("kl", "0 with kind='apo_zero'", "a tensor" if isinstance(kl, Tensor) else kl))
+    gain = check_positive("beta", beta) * (log_ratio - reference)
+    good = check_not_negative("desirable_weight", desirable_weight) * (-gain).sigmoid()
+    bad = check_not_negative("undesirable_weight", undesirable_weight) * gain.sigmoid()
+    return reduce_sequences(good.where(desirable, bad), **reduce)
+
+
+def kto_reference(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Return KTO's reference point: how far the policy is from the reference on answers that do not belong.
+
+        kl = max(0, mean(logprob - ref_logprob))
+
+    over answers paired with another example's prompt. With several ranks, average the mean before the maximum:
+    ``kto_reference`` of all ranks' log-probabilities, gathered.
+
+    Args:
+        logprob: The policy's log-probability of each mismatched answer [...], summed over its tokens.
+        ref_logprob: The reference model's [...].
+
+    Returns:
+        Tensor: 0-d, not differentiated; 0 where there are no answers.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: as `kto_loss`.
+    """
+    logprob, ref = check_alike(logprob=logprob, ref_logprob=ref_logprob)
+    log_ratio = (logprob - ref).detach()
+    return (log_ratio.sum() / max(log_ratio.numel(), 1)).clamp(min=0)
+
+
 def _log_odds(logprob: Tensor) -> Tensor:
     nearly_one = -(torch.finfo(logprob.dtype).tiny ** 0.5)  # its odds' gradient, its inverse, still is finite
     logprob = logprob.clamp(max=nearly_one)
@@ -320,7 +403,7 @@ def _discopop(margin: Tensor, tau: float) -> Tensor:
     return -(-mixed).sigmoid() * logsigmoid(margin) + (logsigmoid(mixed) - margin).exp()
 
 
-_KINDS: dict[str, Callable[[_Pairs], Tensor]] = {
+_KINDS: dict[DPOKind, Callable[[_Pairs], Tensor]] = {
     "sigmoid": lambda p: _weighed(p.margin, 1 - p.e, p.e),
     "robust": lambda p: _weighed(p.margin, 1 - p.e, -p.e) / (1 - 2 * p.e),
     "hinge": lambda p: (1 - p.margin).relu(),
@@ -336,8 +419,6 @@ _KINDS: dict[str, Callable[[_Pairs], Tensor]] = {
     "aot": lambda p: _weighed(p.margin, 1 - p.e, p.e),
     "aot_unpaired": lambda p: _weighed(p.margin, 1 - p.e, p.e),
 }
-DPO_KINDS = tuple(_KINDS)
-"""The words that `dpo_loss` takes as ``kind``; its docstring has the formula of each."""
 _SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 _OF_DIFFERENCE = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop")
 _PER_TOKEN = ("ipo", "sigmoid_norm")

@@ -6,12 +6,11 @@ from torch import Tensor
 
 from lowtide.arguments import check_name, positive_scalar
 from lowtide.errors import ArgumentValueError, message
+from lowtide.head.options import Reduction
 from lowtide.losses.checks import check_tokens, check_valid
 
 TokenReduction = Literal["token", "sequence", "sequence_sum", "sum", "none"]
-SequenceReduction = Literal["mean", "sum", "none"]
 NumItems = float | Tensor | None
-TOKEN_REDUCTIONS, SEQUENCE_REDUCTIONS = get_args(TokenReduction), get_args(SequenceReduction)
 
 
 class TokenReductionOptions(TypedDict, total=False):
@@ -24,7 +23,7 @@ class TokenReductionOptions(TypedDict, total=False):
 class SequenceReductionOptions(TypedDict, total=False):
     """The keyword arguments of `reduce_sequences`, which every loss per sequence takes too."""
 
-    reduction: SequenceReduction
+    reduction: Reduction
     num_items: NumItems
 
 
@@ -59,7 +58,7 @@ def reduce_tokens(
         ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
         ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
     """
-    check_name("reduction", reduction, TOKEN_REDUCTIONS)
+    check_name("reduction", reduction, get_args(TokenReduction))
     keep, values = check_valid(mask, values=values)
     if reduction in ("sequence", "sequence_sum"):
         values = per_sequence(values, keep, average=reduction == "sequence")
@@ -67,9 +66,9 @@ def reduce_tokens(
     return _reduced(values, reduction, keep.sum().clamp(min=1) if reduction == "token" else None, num_items)
 
 
-def reduce_sequences(values: Tensor, *, reduction: SequenceReduction = "mean", num_items: NumItems = None) -> Tensor:
+def reduce_sequences(values: Tensor, *, reduction: Reduction = "mean", num_items: NumItems = None) -> Tensor:
     """Reduce one value per sequence [...]: "mean" over them (over ``num_items``, where given), "sum" or "none"."""
-    check_name("reduction", reduction, SEQUENCE_REDUCTIONS)
+    check_name("reduction", reduction, get_args(Reduction))
     return _reduced(values, reduction, max(values.numel(), 1) if reduction == "mean" else None, num_items)
 
 

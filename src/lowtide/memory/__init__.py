@@ -4,11 +4,6 @@ from typing import TYPE_CHECKING
 
 from lowtide.lazy import on_first_use
 
-if TYPE_CHECKING:
-    from lowtide.memory.apply import PolicyReport, apply_policy, remove_policy
-    from lowtide.memory.optimizer import OptimizerOffload, offload_optimizer
-    from lowtide.memory.policy import ActivationPolicy
-
 __all__ = [
     "ActivationPolicy",
     "OptimizerOffload",
@@ -18,11 +13,16 @@ __all__ = [
     "remove_policy",
 ]
 
-__getattr__, __dir__ = on_first_use(
-    __name__,
-    {
-        "lowtide.memory.apply": ("PolicyReport", "apply_policy", "remove_policy"),
-        "lowtide.memory.optimizer": ("OptimizerOffload", "offload_optimizer"),
-        "lowtide.memory.policy": ("ActivationPolicy",),
-    },
-)
+if TYPE_CHECKING:
+    from lowtide.memory.apply import PolicyReport, apply_policy, remove_policy
+    from lowtide.memory.optimizer import OptimizerOffload, offload_optimizer
+    from lowtide.memory.policy import ActivationPolicy
+else:
+    __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            "lowtide.memory.apply": ("PolicyReport", "apply_policy", "remove_policy"),
+            "lowtide.memory.optimizer": ("OptimizerOffload", "offload_optimizer"),
+            "lowtide.memory.policy": ("ActivationPolicy",),
+        },
+    )

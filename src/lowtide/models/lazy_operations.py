@@ -20,7 +20,7 @@ from lowtide.arguments import is_autocast_on
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
-from lowtide.head.token_stats import linear_logprobs, linear_token_stats
+from lowtide.head.token_stats import Want, linear_logprobs, linear_token_stats
 from lowtide.models.head_kinds import adapted_cross_entropy
 from lowtide.models.lazy_logits import OPERATIONS, LazyLogits, reader
 from lowtide.models.steps import LogitArguments, RowView, Step, TensorBase, fold, replay, rows_of
@@ -134,7 +134,7 @@ def _loss(
     size_average: Any = None,
     ignore_index: int = -100,
     reduce: Any = None,
-    reduction: str = "mean",
+    reduction: Any = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
     """`F.nll_loss` of log-probabilities, or `F.cross_entropy`, where the loss is one of rows and class indices.
@@ -183,7 +183,6 @@ def _gather(input: LazyLogits, dim: Any, index: Any) -> Any:
             result = linear_logprobs(hidden, head, target, ignore_index=_IGNORE_NOTHING, **kwargs)
             return result[..., None] if one else result
         logit = linear_token_stats(hidden, head, want=("lse",), support=index, **kwargs).lse  # of one class
-        assert logit is not None
         return (logit - lse)[..., None]
 
     return _own(input.call.without_logits(input.rows, folded, logprobs), folded.sign, input.dtype)
@@ -199,8 +198,6 @@ def _row_sum(input: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype
 
     def total(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         stats = linear_token_stats(hidden, head, want=("mean_logit", "lse"), **kwargs)
-        assert stats.mean_logit is not None
-        assert stats.lse is not None
         return (stats.mean_logit - stats.lse) * input.shape[-1]
 
     values = input.call.without_logits(input.rows, folded, total)
@@ -231,7 +228,7 @@ def _folded(input: LazyLogits) -> LogitArguments | None:
     return None if input.call.only_loss or input.rows is None else fold(input.steps)
 
 
-def _statistic(input: LazyLogits, name: str, folded: LogitArguments) -> Tensor:
+def _statistic(input: LazyLogits, name: Want, folded: LogitArguments) -> Tensor:
     """Return a field of `TokenStats` for each row; ``folded`` are the steps of ``input``."""
     if not _read_in_parts(input):
         return _computed(input, name, folded)
@@ -242,7 +239,7 @@ def _statistic(input: LazyLogits, name: str, folded: LogitArguments) -> Tensor:
     return rows_of(found[name][..., None], input.rows[-1:])[..., 0].clone(memory_format=torch.contiguous_format)
 
 
-def _computed(input: LazyLogits, name: str, folded: LogitArguments) -> Tensor:
+def _computed(input: LazyLogits, name: Want, folded: LogitArguments) -> Tensor:
     def stats(hidden: Tensor, head: Tensor, **kwargs: Any) -> Any:
         return getattr(linear_token_stats(hidden, head, want=(name,), **kwargs), name)
 

@@ -39,8 +39,6 @@ def logprobs_and_entropies(
     stats = linear_token_stats(
         hidden_states, vocab_weights, input_ids.long(), want=("logprob", "entropy"), logit_scale=1 / temperature
     )
-    assert stats.logprob is not None
-    assert stats.entropy is not None
     return stats.logprob, stats.entropy
 
 

@@ -14,13 +14,6 @@ from lowtide.lazy import on_first_use
 # and the processes of a comparison import this file before the libraries.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-if TYPE_CHECKING:
-    from lowtide.train.advice import OutOfMemory, advise
-    from lowtide.train.checkpoints import SaveError, WholeCheckpoints
-    from lowtide.train.comparison import compare
-    from lowtide.train.endings import FiniteLoss, RankLost, SaveAndStop, Terminated
-    from lowtide.train.run import train
-
 __all__ = [
     "FiniteLoss",
     "OutOfMemory",
@@ -34,13 +27,20 @@ __all__ = [
     "train",
 ]
 
-__getattr__, __dir__ = on_first_use(
-    __name__,
-    {
-        "lowtide.train.advice": ("OutOfMemory", "advise"),
-        "lowtide.train.checkpoints": ("SaveError", "WholeCheckpoints"),
-        "lowtide.train.comparison": ("compare",),
-        "lowtide.train.endings": ("FiniteLoss", "RankLost", "SaveAndStop", "Terminated"),
-        "lowtide.train.run": ("train",),
-    },
-)
+if TYPE_CHECKING:
+    from lowtide.train.advice import OutOfMemory, advise
+    from lowtide.train.checkpoints import SaveError, WholeCheckpoints
+    from lowtide.train.comparison import compare
+    from lowtide.train.endings import FiniteLoss, RankLost, SaveAndStop, Terminated
+    from lowtide.train.run import train
+else:
+    __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            "lowtide.train.advice": ("OutOfMemory", "advise"),
+            "lowtide.train.checkpoints": ("SaveError", "WholeCheckpoints"),
+            "lowtide.train.comparison": ("compare",),
+            "lowtide.train.endings": ("FiniteLoss", "RankLost", "SaveAndStop", "Terminated"),
+            "lowtide.train.run": ("train",),
+        },
+    )

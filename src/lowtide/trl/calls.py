@@ -14,13 +14,15 @@ from lowtide.arguments import is_autocast_on
 from lowtide.distributed.zero import shape_of
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import HeadOptions
-from lowtide.head.token_stats import linear_token_stats
+from lowtide.head.token_stats import Want, linear_token_stats
 
 # Hidden states, weight [V, D], bias [V] or None.
 Head = tuple[Tensor, Tensor, Tensor | None]
 _NARROW = (torch.float16, torch.bfloat16)
 # TRL's names of what it returns after the log-probabilities, in its order, and the fields of TokenStats.
-_FIELDS = {"entropy": "entropy", "log_sum_sq_probs": "sum_sq_prob", "mean_logits": "mean_logit", "is_top1": "is_top1"}
+_FIELDS: dict[str, Want] = {
+    "entropy": "entropy", "log_sum_sq_probs": "sum_sq_prob", "mean_logits": "mean_logit", "is_top1": "is_top1"
+}  # fmt: skip
 _ALWAYS = "log_probs"
 
 
@@ -69,7 +71,6 @@ class LogProbCall(NamedTuple):
                 logit_scale=self.logit_scale / self.temperature,
                 options=options,
             )
-        assert stats.logprob is not None
         entropy, sum_sq, mean = stats.entropy, stats.sum_sq_prob, stats.mean_logit
         return (
             stats.logprob.float(),
@@ -158,7 +159,6 @@ class DivergenceCall(NamedTuple):
                     logit_scale=1 / temperature,
                     options=options,
                 ).entropy
-        assert entropy is not None
         return divergence.float(), entropy.float()
 
     @classmethod
