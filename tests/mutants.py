@@ -180,15 +180,15 @@ MUTANTS: dict[str, list[Mutant]] = {
             "mlp/test_memory.py -k peaks",
         ),
         Mutant(
-            "mlp/low_rank.py", "dx[part].add_(through, alpha=self.scale)", "dx[part].add_(through)",
+            "mlp/projection.py", "dx[part].add_(through, alpha=self.scale)", "dx[part].add_(through)",
             "mlp/test_values.py -k drop",
         ),
         Mutant(
-            "mlp/low_rank.py", "            first = start + part.start\n", "            first = part.start\n",
+            "mlp/projection.py", "            first = start + part.start\n", "            first = part.start\n",
             "mlp/test_values.py -k drop",
         ),
         Mutant(
-            "mlp/call.py", "return min(self.dtype, self.input.dtype,", "return max(self.dtype, self.input.dtype,",
+            "mlp/call.py", "dtype = min(self.dtype, self.input.dtype,", "dtype = max(self.dtype, self.input.dtype,",
             "mlp/test_packed.py -k stays",
         ),
         Mutant(
@@ -200,7 +200,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "contract/test_values.py -k experts",
         ),
         Mutant(
-            "mlp/expert_rows.py", "passes = (~(g > limit), ~(u.abs() > limit))",
+            "mlp/experts.py", "passes = (~(g > limit), ~(u.abs() > limit))",
             "passes = (~(g > limit), ~(u > limit))", "contract/test_values.py -k experts",
         ),
         Mutant(

@@ -17,9 +17,9 @@ from lowtide import swiglu_mlp
 from lowtide.arguments import operand_dtype
 from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
-from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.experts import experts_mlp
 from lowtide.mlp.groups import Form
+from lowtide.mlp.projection import Adapter, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from mlp.experts import FORMS, by_pairs
 from support import Sharded, mlp, rotary_oracle

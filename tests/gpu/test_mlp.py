@@ -16,10 +16,10 @@ from four_bit import four_bit_layer
 from gpu.conftest import HOPPER, ON_GPU, no_waits
 from lowtide import swiglu_mlp
 from lowtide.measure.timing import peak_above
-from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.groups import Form
 from lowtide.mlp.kernels import gated as kernels
 from lowtide.mlp.packed import Packed
+from lowtide.mlp.projection import Adapter, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
 from promises import promise

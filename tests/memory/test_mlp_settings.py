@@ -23,13 +23,13 @@ def test_tiles_change_no_gradient(
     keep: Any, level: int, llama: Callable[..., Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int | None] = []
-    swiglu_mlp = mlp_part.plain_mlp
+    swiglu_mlp = mlp_part.adapted_mlp
 
     def spying(*args: Any, **kwargs: Any) -> Tensor:
         seen.append(kwargs["tile_tokens"])
         return swiglu_mlp(*args, **kwargs)
 
-    monkeypatch.setattr(mlp_part, "plain_mlp", spying)
+    monkeypatch.setattr(mlp_part, "adapted_mlp", spying)
     model = llama()
     stock = copy.deepcopy(model)
     lowtide.patch(model)

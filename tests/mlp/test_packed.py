@@ -14,8 +14,9 @@ from torch import Tensor
 from four_bit import four_bit_layer
 from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise
-from lowtide.mlp.call import JOINED, Adapter, Projection
+from lowtide.mlp.call import JOINED
 from lowtide.mlp.packed import Packed
+from lowtide.mlp.projection import Adapter, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from promises import promise
 from support import every_pair, relative_error

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contract.function import Mode, leaves, trained
 from contract.parts import FUNCTIONS, MODES, SCALES
 from lowtide import swiglu_mlp
-from lowtide.mlp import elementwise, expert_rows, low_rank
+from lowtide.mlp import elementwise, projection
 from promises import promise
 from support import every_pair, in_float64, mlp_slack, relative_error
 
@@ -74,8 +74,7 @@ def test_pieces_of_rows_are_the_whole(mode: Mode, monkeypatch: pytest.MonkeyPatc
     kwargs = mode.arguments(13)
     upstream = torch.randn(13, kwargs["input"].shape[-1])
     whole = everything(mode, kwargs, upstream)
-    for module in (elementwise, expert_rows):
-        monkeypatch.setattr(module, "PIECE", 25)
+    monkeypatch.setattr(elementwise, "PIECE", 25)
     # vector units take the ends of rows in another way
     torch.testing.assert_close(everything(mode, kwargs, upstream), whole, rtol=1e-13, atol=1e-13)
 
@@ -138,7 +137,7 @@ def test_adapters_of_another_dtype(
     level: int, dtype: torch.dtype, adapters: torch.dtype, autocast: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No further from the truth than peft's modules, one at a time."""
-    monkeypatch.setattr(low_rank, "PIECE", 7 * 96)  # several pieces, the last one shorter
+    monkeypatch.setattr(projection, "PIECE", 7 * 96)  # several pieces, the last one shorter
     kwargs = ADAPTED.arguments(67, D=64, F=96, dtype=dtype, checkpoint_level=level)
     kwargs |= {n: kwargs[n].detach().to(adapters).requires_grad_() for n in trained(kwargs) if n[-2:] in ("_a", "_b")}
     upstream = torch.randn(67, 64)
@@ -157,7 +156,7 @@ def test_adapters_of_another_dtype(
 def test_backward_drops_what_forward_dropped(
     level: int, tile: int | None, joined: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(low_rank, "PIECE", 2 * 10)  # several pieces
+    monkeypatch.setattr(projection, "PIECE", 2 * 10)  # several pieces
     kwargs = ADAPTED.arguments(7, D=4, F=5, tile_tokens=tile, joined=joined, checkpoint_level=level)
     names = trained(kwargs)
 

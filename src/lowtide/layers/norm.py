@@ -5,12 +5,12 @@ Legend: x [..., D] or, as rows, [N, D]; weight [D]. rstd [N] is the factor of ea
 
 import math
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_device, check_number, refuse_transforms, why_not_local
+from lowtide.arguments import check_device, check_name, check_number, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import Operator, node, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
@@ -141,7 +141,7 @@ def _check(
     residual: Tensor | None,
     eps: object,
     offset: object,
-    rounding: object,
+    rounding: str,
 ) -> Tensor:
     """Check the arguments, and return the weight."""
     for name, tensor in (("input", x), ("weight", weight), ("residual", residual)):
@@ -169,8 +169,7 @@ def _check(
         if name == "eps" and isinstance(number, int | float) and not 0 <= number < math.inf:
             raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))
         check_number(name, number, -math.inf, math.inf)
-    if rounding not in ("before_weight", "after_weight"):
-        raise ArgumentValueError(message("rounding", "'before_weight' or 'after_weight'", repr(rounding)))
+    check_name("rounding", rounding, get_args(Rounding))
     return weight
 
 

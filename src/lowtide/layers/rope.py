@@ -123,12 +123,6 @@ def why_not_rotary(
     for name, other in (("k", q), ("sin", cos)):
         if named[name].dtype != other.dtype:
             return ArgumentTypeError(message(name, str(other.dtype), str(named[name].dtype)))
-    return _why_not_shapes(q, k, cos, sin, unsqueeze_dim, pairs)
-
-
-def _why_not_shapes(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object, pairs: Pairs
-) -> LowtideError | None:
     if not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
         return ArgumentValueError(message("unsqueeze_dim", "1 or 2", repr(unsqueeze_dim)))
     if q.dim() != 4 or k.dim() != 4:

@@ -12,27 +12,8 @@ import torch
 from torch import Tensor
 
 from lowtide.mlp.elementwise import gated, gated_backward
-from lowtide.mlp.low_rank import LowRank
-from lowtide.mlp.packed import Packed, Weight
-from lowtide.mlp.products import Sum, multiply
-
-
-class Adapter(NamedTuple):
-    """An adapter of a projection: ``x W^T`` becomes ``x W^T + scale (drop(x) A^T) B^T``."""
-
-    a: Tensor  # [r, in]
-    b: Tensor  # [out, r], of the dtype of a
-    scale: float
-    dropout: float  # the probability p that an element of x is dropped; the others are divided by 1 - p
-
-
-class Projection(NamedTuple):
-    """A projection of the MLP."""
-
-    weight: Weight  # [out, in]
-    bias: Tensor | None  # [out]
-    adapter: Adapter | None = None
-
+from lowtide.mlp.packed import Packed
+from lowtide.mlp.projection import LowRank, ProjectionPass, Sum, operand
 
 # Where the rows of gate and of up are in one projection [2F, D] of both.
 JOINED: dict[str, Callable[[int], tuple[slice, slice]]] = {
@@ -71,7 +52,7 @@ class SwigluCall(NamedTuple):
     joined: str  # a key of `JOINED`; empty: gate and up are two projections
     packed: Sequence[Tensor]  # of the weights in 4 bits (`lowtide.mlp.packed`)
     forms: str  # of gate, up and down, between commas: the form of a weight in 4 bits
-    low_rank_dtype: torch.dtype  # of the operands of the adapters' GEMMs (`lowtide.mlp.low_rank`)
+    low_rank_dtype: torch.dtype  # of the operands of the adapters' GEMMs (`lowtide.mlp.projection`)
     scales: Sequence[float]  # of the adapters of gate, up and down
     dropouts: Sequence[float]
     seed: int  # of the dropouts
@@ -104,16 +85,6 @@ class SwigluCall(NamedTuple):
         """Return the dtype of the output."""
         return self.dtype
 
-    @property
-    def projections_shape(self) -> tuple[int, int]:
-        """Return the shape [N, F] of gate, and of up."""
-        return self.tokens, self.down_shape[1]
-
-    @property
-    def saved_dtype(self) -> torch.dtype:
-        """Return the dtype of gate and up while they are saved: the input's if that is narrower than the GEMMs'."""
-        return min(self.dtype, self.input.dtype, key=lambda dtype: dtype.itemsize)
-
     def needs(self, wanted: Sequence[bool]) -> Needs:
         """Return what backward needs for the gradients of `tensors` that are ``wanted``."""
         sides = [wanted[i : i + 4] for i in (1, 1 if self.joined else 5, 9)]
@@ -121,16 +92,20 @@ class SwigluCall(NamedTuple):
         gate, up = (wanted[0] or any(side) for side in sides[:2])
         return Needs(gate, up, reads[2], reads[0] or reads[1])
 
+    def empty_projections(self) -> list[Tensor]:
+        """Return memory for gate and up [N, F] as they are saved: in the input's dtype if the GEMMs' is wider."""
+        dtype = min(self.dtype, self.input.dtype, key=lambda dtype: dtype.itemsize)
+        return [self.input.new_empty(self.tokens, self.down_shape[1], dtype=dtype) for _ in range(2)]
+
     def project(self) -> list[Tensor]:
         """Return gate and up [N, F]."""
         gate, up, _ = self._projections()
-        x_ND, dtype = _rows(self.input), self.saved_dtype
-        made = [x_ND.new_empty(self.projections_shape, dtype=dtype) for _ in range(2)]
+        x_ND, made = _rows(self.input), self.empty_projections()
         for tile in self._tiles():
-            x = _operand(_part(x_ND, tile), self.dtype)
+            x = operand(_part(x_ND, tile), self.dtype)
             for projection, out_NF in zip((gate, up), made, strict=True):
                 out = _part(out_NF, tile)
-                if dtype == self.dtype:
+                if out.dtype == self.dtype:
                     projection.output(x, out, tile.start)
                 else:
                     out.copy_(projection.output(x, None, tile.start))
@@ -147,7 +122,7 @@ class SwigluCall(NamedTuple):
             if saved:
                 g, u = (_part(t, tile) for t in held)
             else:
-                x = _operand(_part(x_ND, tile), self.dtype)
+                x = operand(_part(x_ND, tile), self.dtype)
                 g, u = gate.output(x, None, tile.start), up.output(x, None, tile.start)
                 del x
             p = torch.empty_like(g, dtype=self.dtype) if saved else g
@@ -192,7 +167,7 @@ class SwigluCall(NamedTuple):
     def _backward_tile(
         self,
         needs: Needs,
-        projections: "list[_Projection]",
+        projections: list[ProjectionPass],
         rows: tuple[Tensor, Tensor, Tensor | None],
         sides: list[Tensor],
         start: int,
@@ -206,12 +181,12 @@ class SwigluCall(NamedTuple):
         """
         gate, up, down = projections
         x, dy, dx = rows
-        dy = _operand(dy, self.dtype)
+        dy = operand(dy, self.dtype)
         down.add_bias(dy)
         if not needs.projections:
             return
         if needs.reads_input or not sides:
-            x = _operand(x, self.dtype)
+            x = operand(x, self.dtype)
         if sides:
             u, g = sides.pop(), sides.pop()
             if g.dtype != self.dtype:
@@ -253,7 +228,7 @@ class SwigluCall(NamedTuple):
             return [slice(0, N)]
         return [slice(start, min(start + step, N)) for start in range(0, N, step)]
 
-    def _projections(self, sums: Sequence[Sum | None] = (None,) * 12) -> "list[_Projection]":
+    def _projections(self, sums: Sequence[Sum | None] = (None,) * 12) -> list[ProjectionPass]:
         """Return gate, up and down, with the ``sums`` of the gradients of `tensors` but the first."""
         packed = iter(self.packed)
         weights = [
@@ -261,8 +236,20 @@ class SwigluCall(NamedTuple):
             for form, weight in zip(self.forms.split(","), self.tensors[1::4], strict=True)
         ]
         of_gate, of_up = JOINED[self.joined](self.down_shape[1]) if self.joined else (None, None)
-        places = ((0, of_gate), (0 if self.joined else 1, of_up), (2, None))
-        return [_Projection(self, i, weights[i], rows, sums[4 * i : 4 * i + 4]) for i, rows in places]
+        made = []
+        for i, rows in ((0, of_gate), (0 if self.joined else 1, of_up), (2, None)):
+            weight, (bias, a, b) = weights[i], self.tensors[2 + 4 * i : 5 + 4 * i]
+            assert weight is not None
+            if rows is not None:
+                weight = weight[rows]
+                bias, b = (t if t is None else t[rows] for t in (bias, b))
+            of_weight, of_bias, of_a, of_b = sums[4 * i : 4 * i + 4]
+            adapter = None
+            if a is not None and b is not None:
+                a, b = a.to(self.low_rank_dtype), b.to(self.low_rank_dtype)
+                adapter = LowRank(a, b, self.scales[i], self.dropouts[i], self.seed + i, of_a, of_b, rows)
+            made.append(ProjectionPass(weight, bias, adapter, self.dtype, rows, of_weight, of_bias))
+        return made
 
     # The FLOP of the GEMMs, by formula: two per token and element of each weight that is read.
 
@@ -293,75 +280,6 @@ class SwigluCall(NamedTuple):
         return 2 * self.tokens * read + (0 if held[0].dim() == 2 else self.project_flop())
 
 
-class _Projection:
-    """``x W^T + b`` and its adapter's part, during one pass, with the sums of the gradients that are needed.
-
-    With ``rows`` it is these rows of one projection for gate and up.
-    """
-
-    def __init__(
-        self, call: SwigluCall, i: int, weight: Weight | None, rows: slice | None, sums: Sequence[Sum | None]
-    ) -> None:
-        bias, a, b = call.tensors[2 + 4 * i : 5 + 4 * i]
-        assert weight is not None
-        if rows is not None:
-            weight = weight[rows]
-            bias, b = (t if t is None else t[rows] for t in (bias, b))
-        self._stored, self._bias, self._dtype, self._rows = weight, bias, call.dtype, rows
-        self._weight_sum, self._bias_sum, of_a, of_b = sums
-        self._operand: Tensor | None = None
-        self._adapter: LowRank | None = None
-        if a is not None and b is not None:
-            a, b = a.to(call.low_rank_dtype), b.to(call.low_rank_dtype)
-            self._adapter = LowRank(a, b, call.scales[i], call.dropouts[i], call.seed + i, of_a, of_b, rows)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Return the elements of W, A and B."""
-        a, b = (0, 0) if self._adapter is None else (self._adapter.a.numel(), self._adapter.b.numel())
-        return self._stored.numel(), a, b
-
-    @property
-    def weight(self) -> Tensor:
-        """Return W in the operands' dtype; cast when first read, so that the first GEMM need not wait for all casts.
-
-        One in 4 bits is dequantised for each GEMM, and freed after it.
-        """
-        if isinstance(self._stored, Packed):
-            return _operand(self._stored.dense(), self._dtype)
-        if self._operand is None:
-            self._operand = _operand(self._stored, self._dtype)
-        return self._operand
-
-    def output(self, x: Tensor, out: Tensor | None, start: int) -> Tensor:
-        """Return the output of the rows from ``start`` on, in ``out`` if it is given."""
-        bias, weight = self._bias, self.weight.T
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
-        # not F.linear, which a user may have replaced since the forward
-        out = torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
-        if self._adapter is not None:
-            self._adapter.add_output(x, out, start)
-        return out
-
-    def add_bias(self, grad: Tensor) -> None:
-        """Add the output's gradient [C, out] to that of the bias."""
-        if self._bias_sum is not None:
-            self._bias_sum.add_rows(grad, self._rows)
-
-    def backward(self, grad: Tensor, x: Tensor | None, dx: Tensor | None, start: int, *, add: bool = False) -> None:
-        """Add the gradient [C, out] of the output to those of weight and adapter; write or add it to ``dx``.
-
-        ``x`` None: another call adds those of weight and adapter. ``dx`` None: another call's too, or not needed.
-        """
-        if x is not None and self._weight_sum is not None:
-            self._weight_sum.add_product(grad.T, x, self._rows)
-        if dx is not None:
-            multiply(grad, self.weight, dx, add=add)
-        if self._adapter is not None:
-            self._adapter.backward(grad, x, dx, start)
-
-
 def _rows(tensor: Tensor) -> Tensor:
     """Return [..., D] as [N, D], itself or a view where its strides allow."""
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
@@ -370,12 +288,3 @@ def _rows(tensor: Tensor) -> Tensor:
 def _part(tensor: Tensor, tile: slice) -> Tensor:
     """Return the rows of a tile; if these are all, the tensor itself, which takes the host less time than a view."""
     return tensor if tile.stop - tile.start == tensor.shape[0] else tensor[tile]
-
-
-def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix as a GEMM reads it without its own copy: in its dtype, with contiguous rows or columns."""
-    if tensor.dtype != dtype:
-        tensor = tensor.to(dtype)
-    (rows, columns), (along, across) = tensor.shape, tensor.stride()
-    readable = (across == 1 and along >= columns) or (along == 1 and across >= rows)
-    return tensor if readable else tensor.contiguous()

@@ -3,9 +3,8 @@
 Both compute in float32 (float64 for float64 operands) and round once, to the dtype of the GEMMs' operands.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
 
         kernels.gated(gate, up, activation, out)
         return
-    for a, u, into in _pieces(gate, up, out):
-        into.copy_(act(widened(a), activation).mul_(u))
+    for rows in pieces(gate.shape, gate):
+        out[rows] = act(widened(gate[rows]), activation).mul_(up[rows])
 
 
 def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *into: Tensor | None) -> None:
@@ -39,15 +38,16 @@ def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *int
 
         kernels.gated_backward(gate, up, grad, activation, *into)
         return
-    for a, u, dp, gate_grad, up_grad, product in _pieces(gate, up, grad, *into):
-        a, u, dp = widened(a), widened(u), widened(dp)
+    gate_grad, up_grad, product = into
+    for rows in pieces(gate.shape, gate):
+        a, u, dp = (widened(t[rows]) for t in (gate, up, grad))
         activated = act(a, activation)
         of_gate = None if gate_grad is None else act_backward(dp * u, a, activation)
         of_up = None if up_grad is None else dp * activated
         p = None if product is None else activated.mul_(u)
         for place, value in ((gate_grad, of_gate), (up_grad, of_up), (product, p)):  # written last: they may be inputs
-            if place is not None:
-                place.copy_(value)
+            if place is not None and value is not None:
+                place[rows] = value
 
 
 @cache
@@ -85,15 +85,11 @@ def _gelu_sigmoid(a: Tensor) -> tuple[Tensor, Tensor]:
     return square.mul_(_TWO_ROOTS * _CUBIC).add_(_TWO_ROOTS).mul_(c).sigmoid_(), bend
 
 
-def _pieces(rows_CF: Tensor, *others: Tensor | None) -> Iterator[Any]:
-    """Yield the same few rows of each tensor, or the tensors themselves if those are all."""
-    C, F = rows_CF.shape
-    step = max(1, PIECE // max(1, F)) if rows_CF.is_cpu else C
-    if step >= C:
-        yield rows_CF, *others
-        return
-    for start in range(0, C, step):
-        yield [t if t is None else t[start : start + step] for t in (rows_CF, *others)]
+def pieces(shape: Sequence[int], like: Tensor) -> Iterator[slice]:
+    """Yield rows of a matrix of this ``shape``: where ``like`` is on a CPU, few enough for its caches."""
+    rows, columns = shape
+    step = max(1, PIECE // max(1, columns) if like.is_cpu else rows)
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.mlp.expert_rows import combined, gated_rows, gated_rows_backward
+from lowtide.mlp.call import JOINED, Needs
+from lowtide.mlp.elementwise import act, act_backward, has_kernels, pieces, widened
 from lowtide.mlp.groups import Form, Groups, Inner, Pairs, inverse_of, sorted_by_expert
 from lowtide.mlp.operators import Operators
-from lowtide.mlp.products import multiply
+from lowtide.mlp.projection import multiply
 from lowtide.mlp.swiglu import check_level
-
-
-class Needs(NamedTuple):
-    """What backward computes or reads for the gradients that are wanted."""
-
-    inner: bool  # the gradients of gate and up
-    projections: bool  # gate and up
-    reads_input: bool  # even if gate and up were saved
 
 
 class ExpertsCall(NamedTuple):
@@ -64,11 +57,6 @@ class ExpertsCall(NamedTuple):
         return math.prod(self.of(1).shape)
 
     @property
-    def projections_shape(self) -> tuple[int, int]:
-        """Return the shape [S, 2F] of gate and up."""
-        return self.rows, self.of(2).shape[2 if self.transposed else 1]
-
-    @property
     def output_shape(self) -> Sequence[int]:
         """Return the shape [T, D] of the output."""
         return self.input.shape
@@ -78,16 +66,15 @@ class ExpertsCall(NamedTuple):
         """Return the dtype of the output."""
         return self.input.dtype
 
-    @property
-    def saved_dtype(self) -> torch.dtype:
-        """Return the dtype of gate and up while they are saved."""
-        return self.dtype
-
     def needs(self, wanted: Sequence[bool]) -> Needs:
         """Return what backward needs for the gradients of `tensors` that are ``wanted``."""
         of_x, of_routing, of_gate_up, of_down, of_gate_up_bias, *_ = wanted
         inner = of_x or of_gate_up or of_gate_up_bias
-        return Needs(inner, inner or of_routing or of_down, of_gate_up)
+        return Needs(inner, inner, of_routing or of_down, of_gate_up)
+
+    def empty_projections(self) -> list[Tensor]:
+        """Return memory for gate and up of all rows [S, 2F]."""
+        return [self.input.new_empty(self.rows, self.of(2).shape[2 if self.transposed else 1], dtype=self.dtype)]
 
     def project(self) -> list[Tensor]:
         """Return gate and up of all rows [S, 2F], without their bias."""
@@ -128,7 +115,7 @@ class ExpertsCall(NamedTuple):
                 gate_up, in_place = run.project(), True
             dh = run.groups.times(dy_rows, run.down.transpose(1, 2))
             inner = run.inner(gate_up)
-            of_inner = None if not needs.inner else gate_up if in_place else torch.empty_like(gate_up)
+            of_inner = None if not needs.gate else gate_up if in_place else torch.empty_like(gate_up)
             dots = gate_up.new_empty(self.rows, dtype=run.wide) if of_routing else None
             gated_rows_backward(inner, dh, factors, (of_inner, dh if of_down else None, dots))
             del inner, gate_up
@@ -160,7 +147,7 @@ class ExpertsCall(NamedTuple):
         """Return the FLOP of the gradients that are ``wanted``."""
         needs = self.needs(wanted)
         recomputed = needs.projections and held[0].dim() != 2
-        of_down = (needs.inner or wanted[1]) + wanted[3]
+        of_down = (needs.gate or wanted[1]) + wanted[3]
         return of_down * self._flop(3) + (recomputed + wanted[0] + wanted[2]) * self._flop(2)
 
     def _flop(self, weight: int) -> int:
@@ -225,6 +212,92 @@ class _Pass:
             multiply(dy, bias.to(dy.dtype).T, of_all, add=False)
             grad = grad + of_all.gather(1, self._ids.clamp(max=E - 1))
         return torch.where(self._ids < E, grad, 0.0)
+
+
+# Between the GEMMs, by kernels or in plain PyTorch: in float32 (float64 for float64 operands), rounded once.
+
+
+def gated_rows(inner: Inner, out: Tensor) -> None:
+    """Write ``h = act(g) (u + shift)`` of each row into ``out`` [S, F]; rows of no expert get any values."""
+    if has_kernels(out.device):
+        from lowtide.mlp.kernels import experts as kernels
+
+        kernels.gated_rows(inner, out)
+        return
+    for rows in pieces(inner.gate_up.shape, out):
+        g, u, _ = _gate_and_up(inner, rows)
+        out[rows] = _activated(g, inner.form).mul_(u.add_(inner.form.shift))
+
+
+def gated_rows_backward(
+    inner: Inner, grad: Tensor, factors: Tensor, into: tuple[Tensor | None, Tensor | None, Tensor | None]
+) -> None:
+    """Write what backward needs of each row, from its ``factors`` [S] and ``grad`` [S, F], the gradient of ``h``.
+
+    That gradient lacks the factor. ``into`` are where to, or None: the gradient of gate and up [S, 2F], which may be
+    written over these; ``h`` times the factor [S, F], which may be written over ``grad``; and the factor's own gradient
+    ``h . grad`` [S]. Rows of no expert get any values.
+    """
+    if has_kernels(grad.device):
+        from lowtide.mlp.kernels import experts as kernels
+
+        kernels.gated_rows_backward(inner, grad, factors, into)
+        return
+    of_inner, product, dots = into
+    form = inner.form
+    gate_at, up_at = JOINED[form.joined](grad.shape[1])
+    for rows in pieces(inner.gate_up.shape, grad):
+        g, u, passes = _gate_and_up(inner, rows)
+        dh, w = widened(grad[rows]), factors[rows].to(g.dtype)[:, None]
+        activated, shifted = _activated(g, form), u.add_(form.shift)
+        h = activated * shifted
+        if dots is not None:
+            dots[rows] = (h * dh).sum(1)
+        dh = dh * w
+        if product is not None:
+            product[rows] = h.mul_(w)
+        if of_inner is not None:
+            of_gate = act_backward(shifted.mul_(dh), g.mul_(form.alpha), form.activation)
+            of_inner[rows, gate_at] = torch.where(passes[0], of_gate, 0.0)
+            of_inner[rows, up_at] = torch.where(passes[1], activated.mul_(dh), 0.0)
+
+
+def combined(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return each token's sum over its pairs of ``factor (row + bias)`` [T, D], in ``dtype``.
+
+    ``rows`` are [S, D], ``factors`` [T, K] or None for 1, and ``bias`` [E, D], of which a pair has its expert's.
+    """
+    (T, K), D = pairs.ids.shape, rows.shape[1]
+    out = rows.new_empty(T, D, dtype=dtype)
+    if has_kernels(rows.device):
+        from lowtide.mlp.kernels import experts as kernels
+
+        kernels.combine(rows, pairs, factors, bias, out)
+        return out
+    for tokens in pieces((T, D * K), rows):
+        ids, picked = pairs.ids[tokens], widened(rows[pairs.inverse[tokens]])
+        if bias is not None:
+            picked = picked + bias[ids.clamp(max=pairs.experts - 1)]
+        if factors is not None:
+            picked = picked * factors[tokens].to(picked.dtype)[..., None]
+        out[tokens] = torch.where((ids < pairs.experts)[..., None], picked, 0.0).sum(1)
+    return out
+
+
+def _gate_and_up(inner: Inner, rows: slice) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return g and u of some rows, and where each passes a gradient on, which is inside its limits."""
+    gate_up, limit = inner.gate_up[rows], inner.form.limit
+    both = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32), copy=True)
+    if inner.bias is not None:
+        both += inner.bias[inner.expert[rows].clamp(max=inner.experts - 1)]
+    gate_at, up_at = JOINED[inner.form.joined](both.shape[1] // 2)
+    g, u = both[:, gate_at], both[:, up_at]
+    passes = (~(g > limit), ~(u.abs() > limit))
+    return g.clamp(max=limit), u.clamp(-limit, limit), passes
+
+
+def _activated(g: Tensor, form: Form) -> Tensor:
+    return act(g, form.activation) if form.alpha == 1 else act(g * form.alpha, form.activation).div_(form.alpha)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

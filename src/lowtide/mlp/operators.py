@@ -39,7 +39,7 @@ class Operators:
             return Operator(f"{name}{suffix}", f"({schema_of(kind)}{more}) -> {result}", *of_call)
 
         self._project = operator(
-            "_projections", "", "Tensor[]", _alone(kind.project), self._like_projections, kind.project_flop
+            "_projections", "", "Tensor[]", _alone(kind.project), kind.empty_projections, kind.project_flop
         )
         self._output = operator("", ", Tensor[] held", "Tensor", _alone(kind.output), _like_output, kind.output_flop)
         self._gradients = operator(
@@ -107,9 +107,6 @@ class Operators:
         return [
             g if flag else None for g, flag in zip(found, wanted, strict=True)
         ], tensors if ctx.input_saved else None
-
-    def _like_projections(self, call: Any) -> list[Tensor]:
-        return [call.input.new_empty(call.projections_shape, dtype=call.saved_dtype) for _ in range(self._count)]
 
 
 def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:

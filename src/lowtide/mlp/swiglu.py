@@ -5,14 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.arguments import check_device, check_index, hooks_of, operand_dtype, refuse_transforms, why_not_local
+from lowtide.arguments import (
+    check_device,
+    check_index,
+    check_name,
+    hooks_of,
+    operand_dtype,
+    refuse_transforms,
+    why_not_local,
+)
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.mlp.call import Projection, SwigluCall
+from lowtide.mlp.call import SwigluCall
 from lowtide.mlp.operators import Operators
 from lowtide.mlp.packed import Packed
+from lowtide.mlp.projection import Projection
 
-ACTIVATIONS = ("silu", "gelu_tanh")
-LEVELS = (0, 1)
 _GATHER = (
     "Inside FSDP2, wrap the module that calls this (lowtide.nn.SwiGLU, the MLP or the layer), not its projections: the"
     " weights are whole while that module's forward runs."
@@ -93,21 +100,11 @@ def swiglu_mlp(
             hint = "Cast one of them, or run under torch.autocast."
             raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as input has", str(tensor.dtype), hint))
     refuse_transforms("swiglu_mlp", *tensors, instead=_WRITTEN_OUT, way="write it out for this one")
-    if activation not in ACTIVATIONS:
-        raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
-    return plain_mlp(*tensors, activation=activation, checkpoint_level=checkpoint_level, tile_tokens=tile_tokens)
-
-
-def plain_mlp(*tensors: Any, activation: str, checkpoint_level: int, tile_tokens: int | None) -> Tensor:
-    """Return `swiglu_mlp` of the tensors from the input to the down projection's bias.
-
-    Checked are the shapes, and level and tile, which users set as attributes: the caller has checked the rest.
-    """
+    check_name("activation", activation, ("silu", "gelu_tanh"))
     _check_shapes(*tensors)
-    x, gate, up, down, *biases = tensors
-    projections = map(Projection, (gate, up, down), biases)
+    projections = map(Projection, tensors[1:4], tensors[4:])
     return adapted_mlp(
-        x, *projections, activation=activation, checkpoint_level=checkpoint_level, tile_tokens=tile_tokens
+        input, *projections, activation=activation, checkpoint_level=checkpoint_level, tile_tokens=tile_tokens
     )
 
 
@@ -167,7 +164,7 @@ def adapted_mlp(
 def check_level(level: object) -> int:
     """Return a valid ``checkpoint_level``."""
     value = check_index("checkpoint_level", level)
-    if value not in LEVELS:
+    if value not in (0, 1):
         expected = "0 (gate and up are saved) or 1 (they are recomputed)"
         raise ArgumentValueError(message("checkpoint_level", expected, repr(level)))
     return value

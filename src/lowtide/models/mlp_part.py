@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowtide.arguments import FLOATS, is_autocast_on
 from lowtide.distributed.zero import gather_for, gathers_for
 from lowtide.mlp.call import JOINED
-from lowtide.mlp.swiglu import adapted_mlp, plain_mlp
+from lowtide.mlp.swiglu import adapted_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
@@ -137,10 +137,6 @@ def overrides(base: Any, activation: str, joined: str) -> dict[str, Any]:
             return None
         tile: int | None = getattr(mlp, TILE, None)
         settings: Any = {"activation": activation, "checkpoint_level": level, "tile_tokens": tile}
-        if not joined and not any(layer.adapters or layer.four_bit for layer in layers):
-            gate, up, down = (layer.base for layer in layers)
-            weights = gate.weight, up.weight, down.weight
-            return plain_mlp(x, *weights, gate.bias, up.bias, down.bias, **settings)
         first, *second, last = low_rank_projections(layers, dtype)
         return adapted_mlp(x, first, second[0] if second else None, last, joined=joined, **settings)
 

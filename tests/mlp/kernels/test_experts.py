@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.mlp import expert_rows
+from lowtide.mlp import experts
 from lowtide.mlp.groups import Form, Inner, Pairs, inverse_of, sorted_by_expert
 from lowtide.mlp.kernels import experts as kernels
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`expert_rows` itself is the reference, which other tests compare with every pair on its own."""
-    monkeypatch.setattr(expert_rows, "has_kernels", lambda _: False)
+    """`experts` itself is the reference, which other tests compare with every pair on its own."""
+    monkeypatch.setattr(experts, "has_kernels", lambda _: False)
 
 
 @pytest.fixture(params=[8, 1024])
@@ -53,7 +53,7 @@ def test_rows(dtype: torch.dtype, form: Form, sizes: tuple[int, int], bias: bool
     inner = inner_of(S, F, dtype, form, bias)
     got, want = (torch.full((S, F), torch.nan, device=DEVICE, dtype=dtype) for _ in range(2))
     kernels.gated_rows(inner, got)
-    expert_rows.gated_rows(inner, want)
+    experts.gated_rows(inner, want)
     torch.testing.assert_close(got, want, rtol=ROUNDING[dtype], atol=1e-6)
 
 
@@ -65,7 +65,7 @@ def test_gradients_over_what_they_are_made_of(dtype: torch.dtype, form: Form, bi
     factors = random(S, dtype=torch.float32, seed=3)
     for flags in itertools.product((False, True), repeat=3):
         results = []
-        for run in (kernels.gated_rows_backward, expert_rows.gated_rows_backward):
+        for run in (kernels.gated_rows_backward, experts.gated_rows_backward):
             inner, grad = inner_of(S, F, dtype, form, bias), random(S, F, dtype=dtype, seed=2)
             into = (inner.gate_up, grad, torch.full((S,), torch.nan, device=DEVICE, dtype=wide))
             run(inner, grad, factors, tuple(t if flag else None for t, flag in zip(into, flags, strict=True)))
@@ -87,14 +87,14 @@ def test_sums_over_a_tokens_experts(dtype: torch.dtype, scaled: bool, bias: bool
     own = random(E, D, dtype=dtype, seed=2) if bias else None
     got = torch.full((T, D), torch.nan, device=DEVICE, dtype=dtype)
     kernels.combine(rows, pairs, factors, own, got)
-    want = expert_rows.combined(rows, pairs, factors, own, dtype)
+    want = experts.combined(rows, pairs, factors, own, dtype)
     torch.testing.assert_close(got, want, rtol=ROUNDING[dtype], atol=1e-2 if dtype.itemsize == 2 else 1e-6)
 
 
 @pytest.mark.usefixtures("_block")
 @pytest.mark.parametrize("level", [0, 1])
 def test_operands_of_other_strides(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_rows, "has_kernels", lambda _: True)
+    monkeypatch.setattr(experts, "has_kernels", lambda _: True)
     leaves, ids = operands((5, 3, 4, 6, 7), device=DEVICE)
     expected = with_gradients(by_pairs(leaves, ids, GPT_OSS), leaves)
     strided = [t.detach().mT.contiguous().mT.requires_grad_() for t in leaves]

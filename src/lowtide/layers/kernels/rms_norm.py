@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lowtide.kernel_launch import Launcher, blocks_of, multiprocessors, power_of_2
 
-LONGEST = 32768  # columns: a row lies in the registers of one program
 TILE = 2048  # values of a tile: short rows are taken several at a time
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the backward pass: each leaves one row of partial sums
 
@@ -92,8 +91,8 @@ def normalize_rows(
 
     A residual is added to x first; the sum, rounded to its dtype, is what is normalised. ``round_first`` rounds
     ``x * rstd`` to x's dtype before the weight. All float32, bfloat16 or float16; x and residual contiguous [..., D],
-    or rows [N, D] of any stride with contiguous columns; D up to `LONGEST`. ``into``: the result and the sum,
-    contiguous, and rstd [N] in float32.
+    or rows [N, D] of any stride with contiguous columns. A row lies in one program's registers. ``into``: the result
+    and the sum, contiguous, and rstd [N] in float32.
     """
     out_ND, sum_ND, rstd_N = into
     N, D = len(rstd_N), len(weight_D)

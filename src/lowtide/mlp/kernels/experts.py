@@ -123,7 +123,7 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 def gated_rows(inner: Inner, out: Tensor) -> None:
-    """As `lowtide.mlp.expert_rows.gated_rows`."""
+    """As `lowtide.mlp.experts.gated_rows`."""
     S, F = out.shape
     if out.numel():
         _gated_rows[(S,)](
@@ -134,7 +134,7 @@ def gated_rows(inner: Inner, out: Tensor) -> None:
 def gated_rows_backward(
     inner: Inner, grad: Tensor, factors: Tensor, into: tuple[Tensor | None, Tensor | None, Tensor | None]
 ) -> None:
-    """As `lowtide.mlp.expert_rows.gated_rows_backward`: an element's inputs are read before its results are written."""
+    """As `lowtide.mlp.experts.gated_rows_backward`: an element's inputs are read before its results are written."""
     S, F = grad.shape
     if grad.numel():
         _gated_rows_backward[(S,)](
@@ -144,7 +144,7 @@ def gated_rows_backward(
 
 
 def combine(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    """As `lowtide.mlp.expert_rows.combined`, into ``out`` [T, D]."""
+    """As `lowtide.mlp.experts.combined`, into ``out`` [T, D]."""
     (T, K), D = pairs.ids.shape, out.shape[1]
     if out.numel():
         block = min(BLOCK, power_of_2(D))
