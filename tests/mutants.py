@@ -103,6 +103,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "head": [
         Mutant("head/plan.py", "-(-N // max(1, -(-N // rows))))", "N // max(1, -(-N // rows)))",
                "head/test_plan.py -k one_length"),
+        Mutant("head/plan.py", "max(4096 // part, piece", "max(2048 // part, piece", "head/test_plan.py -k rule"),
         Mutant("head/kernels/exp_rows.py", "total += tl.where(s == 0.0, 0.0, block.to(tl.float32) * s)",
                "total += tl.where(s == 0.0, 0.0, block.to(tl.float32))", "contract/test_kernels.py -k any_size"),
         Mutant("head/engine.py", "g_CV.sum(0) if outside is None else outside @ g_CV", "g_CV.sum(0)",

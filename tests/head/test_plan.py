@@ -140,6 +140,27 @@ def test_the_automatic_choice_is_sane_on_a_laptop_and_on_a_gpu() -> None:
         assert plan_head(rows, 128, 5000, torch.bfloat16, "cuda").chunks == 1
 
 
+RULE: list[tuple[tuple[int, int, int], float | None, str, int]] = [  # N, D, V, workspace_mib, what, rows
+    ((16384, 2048, 131072), None, "chunks", 4096),
+    ((65536, 896, 151936), None, "chunks", 8192),  # 8 of them
+    ((32768, 768, 32000), None, "chunks", 16384),  # a GiB of E
+    ((12345, 2880, 201088), None, "chunks", 3200),  # as many of one length
+    ((16384, 2048, 131072), 64, "blocks", 2048),
+    ((16384, 2048, 131072), 256, "chunks", 896),
+    ((16384, 2048, 131072), 2048, "chunks", 4096),  # a power of 2
+    ((65536, 896, 151936), 256, "blocks", 4096),  # chunks would be more than 48
+]
+
+
+@pytest.mark.parametrize(("sizes", "workspace_mib", "schedule", "rows"), RULE)
+def test_the_rule_of_chunks_of_exponentials(
+    sizes: tuple[int, int, int], workspace_mib: float | None, schedule: str, rows: int
+) -> None:
+    options, hopper = HeadOptions(workspace_mib=workspace_mib), {"capability": (9, 0), "device_bytes": 80 * 2**30}
+    plan = plan_head(*sizes, BF16, CUDA, options, **hopper)  # type: ignore[arg-type]
+    assert (plan.backend, plan.schedule, plan.chunk_rows) == ("exp", schedule, rows)
+
+
 @pytest.mark.parametrize("function", [False, True])
 def test_chunks_are_of_one_length(function: bool) -> None:
     """A last, tiny chunk would read the whole weight for a few rows."""
