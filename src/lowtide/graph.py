@@ -33,11 +33,6 @@ def schema_of(call: type, fields: int | None = None) -> str:
     return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in list(get_type_hints(call).items())[:fields])
 
 
-def tensor_fields(call: type) -> tuple[int, ...]:
-    """Return the indices of the tensor fields of ``call``."""
-    return tuple(i for i, hint in enumerate(get_type_hints(call).values()) if hint in (Tensor, Tensor | None))
-
-
 def _in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 

@@ -264,7 +264,7 @@ class FunctionTerms(Terms):
         self.narrowed = self._by_kernel and self.plan.backward_gemm == "narrow"
         self.spec: Any = None  # the structure of the results
         self._leaves: list[Tensor | None] = []
-        self._dtypes: list[torch.dtype | None] = []
+        self._form: list[Any] = []  # their dtypes, and the shapes of a row
         self.differentiable: list[bool] = []
         self.compare: Callable[[Tensor, Tensor], None] | None = None  # gets the first chunk's logits and its tokens
         self.states: list[RandomState | None] = []  # before each piece that draws random numbers
@@ -402,20 +402,16 @@ class FunctionTerms(Terms):
     def _collect(self, results: Results, index: Tensor | None, rows: slice) -> Sequence[Tensor | None] | None:
         """Take the results of some rows, like those before; return upstream gradients, 1, if gradients are stored."""
         leaves, spec, _ = results
-        got, first = [None if leaf is None else leaf.dtype for leaf in leaves], self.spec is None
+        form, first = [None if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves], self.spec is None
         if first:
-            self.spec, self._dtypes, self.differentiable = spec, got, [False] * len(got)
+            self.spec, self._form, self.differentiable = spec, form, [False] * len(form)
             self._leaves = [None if leaf is None else self._total_of(leaf) for leaf in leaves]
-        if spec != self.spec or got != self._dtypes:
-            expected = f"the same structure and dtypes for all rows: {self.spec} of {self._dtypes}"
-            raise ArgumentValueError(message("fn", expected, f"{spec} of {got}"))
-        for i, (total, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            if total is not None and leaf is not None:
-                self.differentiable[i] |= leaf.requires_grad
-                if leaf.shape[1:] != total.shape[1:]:
-                    expected = f"rows of one shape, {list(total.shape[1:])}"
-                    raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
-        put_or_add(self._leaves, leaves, [self.function.per_token] * len(got), index, rows)
+        if spec != self.spec or form != self._form:
+            expected = f"results of one structure, dtype and shape for all rows, {self.spec} of {self._form}"
+            raise ArgumentValueError(message("fn", expected, f"{spec} of {form} for other rows"))
+        for i, leaf in enumerate(leaves):
+            self.differentiable[i] |= leaf is not None and leaf.requires_grad
+        put_or_add(self._leaves, leaves, [self.function.per_token] * len(form), index, rows)
         one, into = sum(self.differentiable) == 1, self._into
         if into is None:
             return None
@@ -438,8 +434,8 @@ class FunctionTerms(Terms):
     def results(self) -> list[Tensor | None]:
         """Return all results, with the leading axes of the hidden states and in the function's own dtypes."""
         per_token, leading = self.function.per_token, self.function.leading
-        found = zip(self._of_all(self._leaves, [per_token] * len(self._leaves)), self._dtypes, strict=True)
-        return [None if x is None else x.to(d).view(leading + x.shape[1:] if per_token else ()) for x, d in found]
+        found = zip(self._of_all(self._leaves, [per_token] * len(self._leaves)), self._form, strict=True)
+        return [None if x is None else x.to(f[0]).view(leading + x.shape[1:] if per_token else ()) for x, f in found]
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients in the order of the tensors, the same of token arguments and params on every rank."""

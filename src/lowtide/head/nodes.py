@@ -24,7 +24,6 @@ from lowtide.graph import (
     node,
     schema_of,
     take_stored,
-    tensor_fields,
     undisturbed,
 )
 from lowtide.head.call import Head, Wanted
@@ -64,7 +63,6 @@ class Function:
     def __post_init__(self) -> None:
         self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
         self.arguments = _HEAD + len(self.args._fields)
-        self.tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(self.args)))
         self.reduction = _HEAD + self.args._fields.index("reduction") if "reduction" in self.args._fields else None
         call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {_WANTED}"
         several = ", ".join(["Tensor"] * (len(self.names) + STORED))
@@ -198,8 +196,9 @@ class Function:
         fixed = len(numbers) - len(self.sized)
         # as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
         ctx.sized = numbers[fixed:]
-        ctx.save_for_backward(*(fields[i] for i in self.tensors), *numbers[:fixed])
-        ctx.objects, ctx.scalars = objects, [None if i in self.tensors else field for i, field in enumerate(fields)]
+        ctx.places = [i for i, field in enumerate(fields) if isinstance(field, Tensor)]
+        ctx.save_for_backward(*(fields[i] for i in ctx.places), *numbers[:fixed])
+        ctx.objects, ctx.scalars = objects, [None if isinstance(field, Tensor) else field for field in fields]
         return self._returned(ctx, found)
 
     def _returned(self, ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -209,9 +208,9 @@ class Function:
 
     def _recompute(self, ctx: Any, *upstream: Tensor | None) -> Any:
         fields, saved, wanted = list(ctx.scalars), ctx.saved_tensors, ctx.needs_input_grad[:3]
-        for i, tensor in zip(self.tensors, saved, strict=False):
+        for i, tensor in zip(ctx.places, saved, strict=False):
             fields[i] = tensor
-        known = *saved[len(self.tensors) :], *ctx.sized
+        known = *saved[len(ctx.places) :], *ctx.sized
         if is_last_backward():
             ctx.sized = []
         grads = self._run(self.back, ctx.objects, (*fields, *wanted, *upstream[: len(self.upstream)], *known))
@@ -256,13 +255,11 @@ def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool, ignores: bool)
 
 def found_gradients(head: Head, into: Gradients, *, stored: bool = False) -> dict[str, Tensor]:
     """Return gradients in the shapes and dtypes of `gradient_shapes`."""
-    shapes = gradient_shapes(head, Wanted(True, True, True), stored=stored)
-    found = zip(shapes.items(), (into.input_ND, into.weight_VD, into.bias_V), strict=True)
+    shapes = gradient_shapes(head, Wanted(True, True, True), stored=stored).items()
+    grads = into.input_ND, into.weight_VD, into.bias_V
+    found = {name: (x, *form) for (name, form), x in zip(shapes, grads, strict=True) if x is not None}
     # no view without need: one shares its memory, and autograd adds to another gradient's only where nothing does
-    kept = {
-        name: (x if x.shape == shape else x.view(shape), dtype) for (name, (shape, dtype)), x in found if x is not None
-    }
-    return {name: x.to(dtype) for name, (x, dtype) in kept.items()}
+    return {name: (x if x.shape == shape else x.view(shape)).to(dtype) for name, (x, shape, dtype) in found.items()}
 
 
 def stored_gradients(

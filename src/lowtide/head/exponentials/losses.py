@@ -418,7 +418,7 @@ class CrossEntropy(Exponentials):
             into.bias_V += share_of_all if q is None else share_of_all * q
         if into.weight_VD is None:
             return add
-        _put_outer(q, self._even_D * share, into.weight_VD, self.head.dtype, add=add)
+        _put_outer(q, self._even_D * share, into.weight_VD, add=add)
         return True
 
 
@@ -434,28 +434,20 @@ def weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
     V, D = w_VD.shape
     if not V:  # a rank without classes
         return w_VD.new_zeros(D, dtype=torch.float32)
-    weights = w_VD.new_ones(1, V) if q_V is None else torch.stack(_parts_of(q_V, w_VD.dtype))
+    weights = [w_VD.new_ones(V)]
+    if q_V is not None:  # what adds up to it, to all the digits that float32 has
+        first = q_V.to(w_VD.dtype)
+        second = (q_V - first).to(w_VD.dtype)
+        weights = [first, second, (q_V - first - second).to(w_VD.dtype)]
     out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
-    matmul_into(weights, w_VD, out, add=False)
+    matmul_into(torch.stack(weights), w_VD, out, add=False)
     return out.sum(0)
 
 
-def _parts_of(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of ``dtype`` that add up to ``x`` (float32), to all the digits that float32 has."""
-    if dtype == x.dtype:
-        return [x]
-    first = x.to(dtype)
-    second = (x - first.float()).to(dtype)
-    return [first, second, (x - first.float() - second.float()).to(dtype)]
-
-
-def _put_outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype, *, add: bool) -> None:
-    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
-    right = _parts_of(x_D, dtype)
-    if q_V is None:
-        left = [x_D.new_ones(out_VD.shape[0], dtype=dtype)] * len(right)
+def _put_outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, *, add: bool) -> None:
+    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: in float32, rounded once."""
+    left = x_D.new_ones(len(out_VD), 1) if q_V is None else q_V[:, None]
+    if add:
+        torch.addcmul(out_VD, left, x_D, out=out_VD)
     else:
-        parts = _parts_of(q_V, dtype)
-        pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
-        left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
-    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=add)
+        torch.mul(left, x_D, out=out_VD)
