@@ -78,9 +78,7 @@ OF_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@every_pair(
-    name=OF_LOGITS, options=[None, SMALL], softcap=[None, 2.0], grad=[False, True], compiled=[False, False, True]
-)
+@every_pair(name=OF_LOGITS, options=[None, SMALL], softcap=[None, 2], grad=[False, True], compiled=[False, False, True])
 def test_views_of_the_logits_and_changes_in_place(
     name: str,
     options: HeadOptions | None,

@@ -282,3 +282,24 @@ def test_a_log_probability_has_the_same_bits_from_every_function(dtype: torch.dt
     assert torch.equal(got, -linear_cross_entropy(x, w, y, linear_bias=b, reduction="none"))
     assert torch.equal(got, linear_token_stats(x, w, y, linear_bias=b).logprob)
     assert torch.equal(got, linear_token_stats(x, w, torch.stack((y.flip(0), y), -1), linear_bias=b).logprob[:, 1])
+
+
+OF_TOKENS: dict[str, Callable[..., Tensor]] = {
+    "loss": lambda x, w, y: linear_cross_entropy(x, w, y, reduction="none"),
+    "shifted": lambda x, w, y: linear_cross_entropy(x, w, y, reduction="none", shift=True),
+    "log-probability": linear_logprobs,
+    "entropy": lambda x, w, y: linear_token_stats(x, w, y).entropy,
+    "divergence": lambda x, w, y: linear_divergence(x, w, x.detach() + 1, w.detach(), mask=y != -100),
+    "apply": lambda x, w, y: linear_apply(lambda z: z.logsumexp(-1), x, w, mask=y != -100),
+}
+
+
+@promise("layouts")
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_values_of_tokens_can_be_written_to(name: str) -> None:
+    x, w, _, y = head((2, 5), 8, 11, dtype=torch.float64)
+    y[0, 1] = -100
+    value, same = (OF_TOKENS[name](x, w, y) for _ in range(2))
+    factor = torch.rand(value.shape, dtype=value.dtype)
+    value *= factor
+    assert_near(*(torch.autograd.grad(v.sum(), (x, w)) for v in (value, same * factor)), 1e-12)

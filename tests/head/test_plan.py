@@ -205,3 +205,7 @@ def test_bad_sizes_and_options_are_refused() -> None:
             plan(reduction="avg")
         with pytest.raises(LowtideError, match="V: expected a size of 0 or more, got -1"):
             plan(V=-1)
+    with pytest.raises(LowtideError, match=r"dtype: expected a torch\.dtype, got 'bf16'"):
+        plan_head(1, 1, 2, "bf16", "cpu")  # type: ignore[arg-type]
+    with pytest.raises(LowtideError, match=r"device: expected a torch\.device or its name, got 'gpu'"):
+        plan_head(1, 1, 2, torch.float32, "gpu")

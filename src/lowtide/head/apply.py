@@ -151,8 +151,9 @@ def linear_apply(
         leading=leading, plan=plan, gradient=head.gradient, settings=head[3:],
     )  # fmt: skip
     *found, spec = _NODE.apply(*head[:3], index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
-    found = found if ranks.alone else [x if x is None else ranks.result(x) for x in found]
-    return pytree.tree_unflatten(found, spec)
+    axes = leading if out == "token" else torch.Size()
+    shaped = [None if x is None else x.view(axes + x.shape[1:]) for x in found]
+    return pytree.tree_unflatten([None if x is None else ranks.result(x) for x in shaped], spec)
 
 
 def _check_arguments(

@@ -285,7 +285,7 @@ class FunctionTerms(Terms):
         return self._into is not None
 
     def backward(self, upstream: Sequence[Tensor | None], states: Sequence[RandomState | None]) -> None:
-        """Compute every gradient from the results' upstream ones, [..., *] or scalars, and the states of `forward`."""
+        """Compute every gradient from the results' upstream ones, [N, *] or scalars, and the states of `forward`."""
         self._begin(stored=False)
         found = random_state(self.device) if any(states) else None
         self._replayed = iter(states)
@@ -340,8 +340,7 @@ class FunctionTerms(Terms):
                 self.states.append(None if same_state(before, self._state) else before)
             g = self._collect(results, index, rows) if given is None else given
             if given is not None and self.function.per_token:
-                leading = len(self.function.leading)
-                g = [None if u is None else take_leading(u, leading, index, rows) for u in given]
+                g = [None if u is None else take_leading(u, 1, index, rows) for u in given]
             if g is not None and len(own_cV):
                 dz, of_leaves = vjp(results, g, [*args, *self.params])
                 put_or_add(self._of_leaves, of_leaves, self._rowwise, index, rows)
@@ -386,8 +385,8 @@ class FunctionTerms(Terms):
         if dz.layout != torch.strided:
             dz = dz.to_dense()  # of gather(sparse_grad=True)
         if capped is not None:
-            assert isinstance(self.head.softcap, float)
-            dz = torch.addcmul(dz, capped * dz, capped, value=-(self.head.softcap**-2))
+            cap: Any = self.head.softcap
+            dz = torch.addcmul(dz, capped * dz, capped, value=-(cap**-2))
         elif dz.untyped_storage().data_ptr() == z_CV.untyped_storage().data_ptr():
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
         if self._by_kernel:
@@ -432,10 +431,10 @@ class FunctionTerms(Terms):
         return make(self.rows.tokens, *leaf.shape[1:])
 
     def results(self) -> list[Tensor | None]:
-        """Return all results, with the leading axes of the hidden states and in the function's own dtypes."""
-        per_token, leading = self.function.per_token, self.function.leading
-        found = zip(self._of_all(self._leaves, [per_token] * len(self._leaves)), self._form, strict=True)
-        return [None if x is None else x.to(f[0]).view(leading + x.shape[1:] if per_token else ()) for x, f in found]
+        """Return all results, [N, *] or scalars, in the function's own dtypes."""
+        rowwise = [self.function.per_token] * len(self._leaves)
+        found = zip(self._of_all(self._leaves, rowwise), self._form, strict=True)
+        return [None if x is None else x.to(form[0]) for x, form in found]
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients in the order of the tensors, the same of token arguments and params on every rank."""

@@ -29,7 +29,7 @@ from lowtide.graph import (
 from lowtide.head.call import Head, Wanted
 from lowtide.head.gradients import Gradients, scaled, stored_dtype
 from lowtide.head.ignored import decided, kept_tokens
-from lowtide.head.plan import check_backend, skipping
+from lowtide.head.plan import choose_backend, skipping
 from lowtide.head.ranks.parallel import Alone, exchanges_between_ranks_run_in_eager
 
 Values = dict[str, Tensor]
@@ -82,7 +82,8 @@ class Function:
         With ``recompute`` backward recomputes the logits, else forward stores the gradients. Exchanges between ranks
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
-        check_backend(head, args)
+        if head.backend != "auto" and head.ranks.alone:  # one that cannot run is an error, for meta tensors too
+            choose_backend(head, args)
         connect = self._connected
         if (head.skip or not head.ranks.alone) and torch.compiler.is_compiling():
             connect = partial(exchanges_between_ranks_run_in_eager, connect)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lowtide.arguments import check_name
-from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.backends import (
     NOT_OF_MASKED,
     NOT_OF_SHARDS,
@@ -268,8 +268,8 @@ def plan_head(
         HeadPlan: print it, or read its fields.
 
     Raises:
-        ArgumentValueError: A negative size, or an unknown reduction.
-        ArgumentTypeError: ``options`` is not `HeadOptions`.
+        ArgumentValueError: A negative size, an unknown reduction, or what is no device.
+        ArgumentTypeError: ``options`` is not `HeadOptions`, or ``dtype`` no dtype.
         UnsupportedError: ``options`` requests an implementation that cannot run here.
 
     Example:
@@ -279,7 +279,7 @@ def plan_head(
     """
     _check_sizes(N=N, D=D, V=V)
     check_name("reduction", reduction, REDUCTIONS)
-    options, device = check_options(options), torch.device(device)
+    options, device = check_options(options), _checked_device(device, dtype)
     if function:
         choice = choose("linear_apply", options, " for linear_apply")
     else:
@@ -333,8 +333,9 @@ def plan_divergence(
         HeadPlan: print it, or read its fields.
 
     Raises:
-        ArgumentValueError: A negative size, an unknown reduction, or not one of ``teacher_D`` and ``topk``.
-        ArgumentTypeError: ``options`` is not `HeadOptions`.
+        ArgumentValueError: A negative size, an unknown reduction, what is no device, or not one of ``teacher_D`` and
+            ``topk``.
+        ArgumentTypeError: ``options`` is not `HeadOptions`, or ``dtype`` no dtype.
         UnsupportedError: ``options`` requests an implementation that cannot run here.
 
     Example:
@@ -347,7 +348,7 @@ def plan_divergence(
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
     check_name("reduction", reduction, REDUCTIONS)
-    options, device = check_options(options), torch.device(device)
+    options, device = check_options(options), _checked_device(device, dtype)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
     choice = choose("divergence", options, row=why_not_row(device, dtype, V, topk=topk is not None))
     gradient = choose_gradient(options.gradient, reduction, weight_frozen, divergence=True)
@@ -359,6 +360,15 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 0:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
+
+
+def _checked_device(device: torch.device | str, dtype: object) -> torch.device:
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(message("dtype", "a torch.dtype", repr(dtype)))
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentValueError(message("device", "a torch.device or its name", repr(device))) from error
 
 
 def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, known: bool = False) -> HeadPlan:
@@ -419,12 +429,6 @@ def skipping() -> ModuleType:
     from lowtide.skip import seam
 
     return seam
-
-
-def check_backend(head: Head, args: Args) -> None:
-    """Raise if an explicitly requested implementation cannot run; for meta tensors too, which have no plan."""
-    if head.backend != "auto" and head.ranks.alone:
-        choose_backend(head, args)
 
 
 def choose_backend(head: Head, args: Args) -> tuple[str, str]:

@@ -48,8 +48,8 @@ class Rows:
         """Undo `of`: return [N, ...], 0 at tokens that are not computed."""
         if self.index is None:
             return x_n
-        out = x_n.new_zeros(self.tokens + self.filled, *x_n.shape[1:])
-        return out.index_copy_(0, self.index, x_n)[: self.tokens]
+        out = x_n.new_zeros(self.tokens + self.filled, *x_n.shape[1:]).index_copy_(0, self.index, x_n)
+        return out[: self.tokens].clone() if self.filled else out  # autograd refuses to have a node's view written to
 
 
 def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
