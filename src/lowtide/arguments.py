@@ -148,9 +148,9 @@ def positive_scalar(name: str, value: object, dtype: torch.dtype) -> Tensor:
 
 
 def _storable(name: str, value: float) -> float:
-    """Return a number that a tensor can store: an int beyond 64 bits as a float."""
+    """Return a number that a tensor can store: a fraction, or an int beyond 64 bits, as a float."""
     symbolic: Any = (torch.SymFloat, torch.SymInt)
-    if isinstance(value, (float, *symbolic)) or abs(value) < 2**63:
+    if isinstance(value, (float, *symbolic)) or (isinstance(value, int) and abs(value) < 2**63):
         return value
     try:
         return float(value)

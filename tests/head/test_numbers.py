@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,13 @@ def test_a_log_probability_has_the_same_bits_from_every_function(dtype: torch.dt
     assert torch.equal(got, -linear_cross_entropy(x, w, y, linear_bias=b, reduction="none"))
     assert torch.equal(got, linear_token_stats(x, w, y, linear_bias=b).logprob)
     assert torch.equal(got, linear_token_stats(x, w, torch.stack((y.flip(0), y), -1), linear_bias=b).logprob[:, 1])
+
+
+@pytest.mark.parametrize("name", ["softcap", "logit_scale", "z_loss", "num_items"])
+def test_a_fraction_is_a_number(name: str) -> None:
+    x, w, _, y = head(9, 8, 11, bias=False)
+    fraction, number = (linear_cross_entropy(x, w, y, **{name: n}) for n in (Fraction(1, 3), 1 / 3))  # type: ignore[arg-type]
+    assert torch.equal(fraction, number)
 
 
 OF_TOKENS: dict[str, Callable[..., Tensor]] = {

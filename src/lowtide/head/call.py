@@ -140,7 +140,7 @@ def checked_call(
     if options.skip is not None and not (function in SKIPPING and ranks.alone):
         why = "the vocabulary is sharded" if function in SKIPPING else "only the loss and log-probabilities skip tiles"
         raise UnsupportedError(message("options", "skip=None", "skip above 0", f"In {function}: {why}."))
-    if ranks.vocab == 0 and function != "linear_cross_entropy":
+    if ranks.vocab == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
