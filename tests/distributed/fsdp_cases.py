@@ -190,7 +190,7 @@ def parts_of_models() -> None:
     ways: list[tuple[Any, Any, Any]] = [
         (model_of(tie_word_embeddings=True), shard, lowtide.memory.ActivationPolicy(keep="attention", mlp_level=1)),
         (model_of("qwen3_moe"), experts_apart, None),
-        (qlora(skip=()), inside_peft, None),
+        (qlora(), inside_peft, None),
     ]
     for i, (model, cut, policy) in enumerate(ways):
         if model is None:

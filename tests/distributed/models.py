@@ -59,8 +59,8 @@ def model_of(family: str = "llama", *, dtype: torch.dtype = torch.float32, **set
     return model.to(DEVICE, dtype).train()
 
 
-def qlora(skip: tuple[str, ...] = ("lm_head",)) -> Any:
-    """A model in 4 bits but for ``skip``, stored as float32, which FSDP2 and ZeRO-3 can shard, with LoRA on MLPs.
+def qlora() -> Any:
+    """A model in 4 bits but for its head, stored as float32, which FSDP2 and ZeRO-3 can shard, with LoRA on MLPs.
 
     None where bitsandbytes or peft is not installed.
     """
@@ -68,7 +68,7 @@ def qlora(skip: tuple[str, ...] = ("lm_head",)) -> Any:
         return None
     from peft import LoraConfig, get_peft_model
 
-    model = in_four_bits(model_of(), torch.float32, skip=skip, quant_storage=torch.float32)
+    model = in_four_bits(model_of(), torch.float32, quant_storage=torch.float32)
     lora = LoraConfig(r=2, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
     return get_peft_model(model, lora).train()
 
@@ -97,8 +97,7 @@ def in_sequence(model: Any, head: Any) -> Any:
     """The last norm works on parts of the sequence, and the head takes them as they come."""
     enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
     parallelize_module(model, ranks_mesh(), {"model.norm": enter})
-    plan = {"model.norm": SequenceParallel(), **({} if head is None else {"lm_head": head})}
-    return parallelize_module(model, ranks_mesh(), plan)
+    return parallelize_module(model, ranks_mesh(), {"model.norm": SequenceParallel(), "lm_head": head})
 
 
 class Functional(nn.Module):

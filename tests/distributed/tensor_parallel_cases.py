@@ -6,7 +6,6 @@ The truth is one process in float64; a patched model may err as much as the stoc
 from __future__ import annotations
 
 import functools
-import itertools
 import tempfile
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,7 +33,6 @@ from distributed.models import (
     fused,
     in_sequence,
     model_of,
-    near,
     parallel,
     ranks_mesh,
     same,
@@ -49,32 +47,19 @@ BFLOAT16 = 2e-2  # how near under autocast
 
 
 def kinds_of_heads() -> None:
-    """Soft caps, scales, biases; patched before and after; logits that are plain and such that are DTensors."""
-    outputs = [
-        GATHERED,
-        ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
-        ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    ]
-    for i, (family, head) in enumerate(zip(FAMILIES, itertools.cycle(outputs), strict=False)):
+    """Soft caps, scales, biases; patched before and after; and what else reads the logits."""
+    for i, family in enumerate(FAMILIES):
         first, layers = i % 2 == 0, family == "llama"
         options = lowtide.HeadOptions(gradient=("forward", "recompute")[i % 2], workspace_mib=0.002)
-        cuts = [functools.partial(parallel, head=one, layers=layers) for one in (head, GATHERED)]
-        # stock's cross entropy takes no DTensor
-        ours, stock, true, report = trio(*cuts, first=first, family=family, options=options)
-        fair(ours, stock, true, batch_of(), (family, first, head))
+        cut = functools.partial(parallel, layers=layers)
+        ours, stock, true, report = trio(cut, first=first, family=family, options=options)
+        fair(ours, stock, true, batch_of(), (family, first))
         fused(report, 1)
-        # what else reads the logits has those that stock has: the kind, and the numbers
-        parallel(stock := model_of(family), head, layers=layers)
-        outputs_of = ours(**batch_of())
-        assert isinstance(outputs_of.loss, DTensor) != head.use_local_output
-        lazy = outputs_of.logits
+        lazy = ours(**batch_of()).logits
         real = stock(input_ids=batch_of()["input_ids"]).logits
         assert type(lazy) is LazyLogits
         assert lazy.shape == real.shape
-        read = whole(lazy.full_tensor() if isinstance(real, DTensor) else lazy + 0)
-        torch.testing.assert_close(read, whole(real), rtol=1e-5, atol=1e-5)
-        if isinstance(real, DTensor):
-            assert lazy.placements == real.placements
+        torch.testing.assert_close(lazy + 0, real, rtol=1e-5, atol=1e-5)
         fused(report, 2, 1)
         lowtide.unpatch(ours)
         assert type(ours(input_ids=batch_of()["input_ids"], num_items_in_batch=1).logits) is type(real)
@@ -88,30 +73,15 @@ def sequences(stream: int = 0) -> dict[str, Tensor]:
 
 def tokens_in_parts() -> None:
     """Hidden states in parts of the sequence: each rank's gradient is that of its part."""
-    layouts = {"input_layouts": Shard(1), "output_layouts": Replicate()}
-    for local, gradient in ((True, "recompute"), (False, "forward")):
-        heads = (ColwiseParallel(**layouts, use_local_output=local), ColwiseParallel(**layouts))
-        cuts = [functools.partial(in_sequence, head=head) for head in heads]
-        ours, stock, true, report = trio(*cuts, options=lowtide.HeadOptions(gradient=gradient))
-        fair(ours, stock, true, sequences(), ("sequence", local))
-        assert isinstance(ours(**sequences()).loss, DTensor) != local
-        fused(report, 2)
-        if local:  # rows of all ranks are chosen, so that all are gathered; and what else there is needs real logits
-            for loss_of in (each_token, log_probabilities):
-                fair(ours, stock, true, sequences(1), loss_of, loss_of)
-            fused(report, 3, 1)
-            assert "DTensors of its input and weight" in report.parts["norm"].more[-1].outcome, str(report)
-    # nothing around the head: DTensors go in and come out
-    models = [in_sequence(model_of(), None) for _ in range(2)]
-    for model in models:
-        weight = distribute_tensor(model.lm_head.weight.detach(), ranks_mesh(), [Shard(0)])
-        model.lm_head.weight = nn.Parameter(weight)
-    report = lowtide.patch(models[0])
-    got, right = step(models[0], sequences()), step(model_of().double(), sequences())
-    near(got, right, right, "nothing around", 3e-6)
-    lazy, real = models[0](**sequences()).logits, models[1](input_ids=sequences()["input_ids"]).logits
-    torch.testing.assert_close(lazy.full_tensor(), real.full_tensor(), rtol=1e-5, atol=1e-5)
-    fused(report, 2, 1)
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    ours, stock, true, report = trio(functools.partial(in_sequence, head=head))
+    fair(ours, stock, true, sequences(), "sequence")
+    for loss_of in (each_token, log_probabilities):
+        fair(ours, stock, true, sequences(1), loss_of, loss_of)
+    fused(report, 3)
+    torch.testing.assert_close(ours(**sequences()).logits + 0, stock(**sequences()).logits, rtol=1e-5, atol=1e-5)
+    fused(report, 4, 1)
+    assert "DTensors of its input and weight" in report.parts["norm"].more[-1].outcome, str(report)
 
 
 def each_token(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -221,10 +191,20 @@ def what_is_left_alone() -> None:
     def cut_by_rows(model: Any) -> None:
         parallelize_module(model, ranks_mesh(), {"lm_head": rows})
 
-    ways = ((cut_by_rows, "in another way than by ColwiseParallel"), (watched, "has a hook from __main__"))
+    def cut_to_a_dtensor(model: Any) -> None:
+        parallel(model, ColwiseParallel(output_layouts=Replicate(), use_local_output=False))
+
+    def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return whole(model(input_ids=batch["input_ids"], num_items_in_batch=1).logits).square().mean()
+
+    ways = (
+        (cut_by_rows, "not Shard(0)"),
+        (watched, "has a hook from __main__"),
+        (cut_to_a_dtensor, "returns DTensors"),
+    )
     for change, why in ways:
         *models, report = trio(change)
-        same(*(step(model, batch_of()) for model in models[:2]), why)
+        same(*(step(model, batch_of(), logits_of) for model in models[:2]), why)
         assert report.calls_fused == 0, why
         assert why in str(report.why_materialised), report
 

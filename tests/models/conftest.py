@@ -96,7 +96,7 @@ ADAPTED: dict[str, Callable[[], Any]] = {
     "lora": lambda: wrap(make("llama"), lora(target_modules=["lm_head", "q_proj", *MLP])),
     "saved": lambda: wrap(make("llama"), lora(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"])),
     "4bit": lambda: wrap(
-        in_four_bits(make("llama", hidden_size=64, intermediate_size=128, head_dim=32), torch.float32, skip=()),
+        in_four_bits(make("llama", hidden_size=64, intermediate_size=128, head_dim=32), torch.float32),
         lora(target_modules=["q_proj", "up_proj"]),
     ),
 }

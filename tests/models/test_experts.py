@@ -93,7 +93,6 @@ FORMS = {
     "quantised": (lambda m: setattr(m, "down_proj", int8(m.down_proj)), "quantised"),
     "an exact GELU": (lambda m: setattr(m, "act_fn", nn.GELU()), "its experts are not"),
     "a forward of its own": (lambda m: setattr(m, "forward", m.forward), "replaced on the instance"),
-    "a level of its own": (lambda m: setattr(m, "checkpoint_level", 5), "checkpoint_level of its own"),
 }
 
 

@@ -63,7 +63,6 @@ BOTH = ["embed_tokens", "lm_head"]
 # name of the model, and the adapters; also heads that are tied, capped, scaled or have a bias
 FUSED = {
     "head and embedding": ("llama", lora(target_modules=["lm_head", "q_proj", "embed_tokens"])),
-    "bias": ("llama", lora(target_modules=["lm_head", "q_proj", *MLP], lora_bias=True)),
     "saved, MLP": ("llama", lora(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "embed_tokens"])),
     "saved projection": ("llama", lora(target_modules=["up_proj"], modules_to_save=["gate_proj"])),
     "dropout": ("llama", lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.4)),
@@ -150,7 +149,6 @@ def lora_layers(model):
 
 # Ways to change what adapters do, one after another.
 STEPS = {
-    "two at once": lambda m: m.base_model.set_adapter(["default", "more0"]),
     "the other": lambda m: m.set_adapter("more0"),
     "scaled": lambda m: [layer.set_scale("more0", 3.0) for layer in lora_layers(m)],
     "merged": lambda m: m.merge_adapter(),
@@ -231,6 +229,7 @@ OTHERS = {
     "DoRA": (lora(target_modules=["lm_head", *MLP], use_dora=True), "DoraLinearVariant"),
     "IA3": (peft.IA3Config(**IA3), OF + "ia3.layer, not"),
     "tied tokens": (lora(target_modules=["q_proj"], trainable_token_indices=[3, 5]), "TrainableTokensWrapper"),
+    "bias": (lora(target_modules=["lm_head", *MLP], lora_bias=True), "(a bias, or a scale that is no number)"),
 }
 
 
@@ -294,9 +293,9 @@ def test_an_ignored_token_is_in_no_gradient_of_a_head_with_adapters(reduction):
     for leaf in leaves:
         leaf.requires_grad_()
     settings = {"weight": None, "ignore_index": -100, "label_smoothing": 0.1, "softcap": None, "logit_scale": 1.0}
-    target, term = torch.tensor([1, 2, -100, 3, 4, 5]), (h, b, None, 0.5)
+    target, term = torch.tensor([1, 2, -100, 3, 4, 5]), (h, b, 0.5)
     loss = adapted_cross_entropy(
-        x, w, target, adapters=[term], linear_bias=None, options=None, reduction=reduction, **settings
+        x, w, target, adapter=term, linear_bias=None, options=None, reduction=reduction, **settings
     )
     upstream = torch.ones(loss.shape)
     if reduction == "none":
@@ -367,6 +366,17 @@ def test_checkpoints_of_peft_are_stock(order, config, both, build, batch, tmp_pa
     merged.save_pretrained(tmp_path / "merged")
     again = type(build("llama")).from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(again(**batch).loss, expected(**batch).loss)
+
+
+@promise("patched", "reported")
+def test_several_adapters_at_a_time_run_as_they_came(both, batch):
+    model, stock, report = both(ALL, ALL)
+    for m in (model, stock):
+        m.base_model.set_adapter(["default", "more0"])
+    assert fused(compare(model, stock, batch))["mlp"] == 0
+    expect_calls(report, 0, 1)
+    lowtide.patch(model)
+    assert "gate_proj has several adapters active at a time" in str(report)
 
 
 @promise("patched")

@@ -25,8 +25,8 @@ pytestmark = [
 ]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # blocks of 64 numbers share a scale
 BITS = {"4bit": "Linear4bit", "8bit": "Linear8bitLt"}
-OF_4_BITS = "NF4 weights dequantised for one GEMM at a time"
-OF_8_BITS = "Linear8bitLt, not {}a plain torch.nn.Linear, and rounds its input too"
+OF_4_BITS = "weights in 4 bits dequantised for one GEMM at a time"
+OF_8_BITS = "Linear8bitLt, not {}a plain torch.nn.Linear"
 TARGETS = ["q_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
 
@@ -62,14 +62,11 @@ def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch):
     loss = compare(model, stock, batch)
     head_is_plain, mlp_is_plain = "lm_head" in skip, "up_proj" in skip
     assert type(stock.lm_head).__name__ == ("Linear" if head_is_plain else BITS[bits])
-    without_logits = head_is_plain or bits == "4bit"
-    expect_calls(report, int(without_logits), int(not without_logits))
+    expect_calls(report, int(head_is_plain), int(not head_is_plain))
     assert fused(loss)["mlp"] == 2 * (mlp_is_plain or bits == "4bit")
-    if not without_logits:
-        reason = f"left as it is: the output embedding is a {OF_8_BITS.format('')} (list it in llm_int8_skip_modules"
-        assert report.parts["loss"].outcome == f"{reason} to train without logits)"
-    elif not head_is_plain:
-        assert report.parts["loss"].outcome.endswith("anything else reads them, NF4 weight dequantised for it")
+    if not head_is_plain:
+        reason = f"left as it is: the output embedding is a {BITS[bits]}, not a plain torch.nn.Linear (list it in "
+        assert report.parts["loss"].outcome == f"{reason}llm_int8_skip_modules to train without logits)"
     if not mlp_is_plain:
         outcomes = {
             "4bit": f"runs as lowtide.swiglu_mlp (silu), which keeps gate and up, {OF_4_BITS}",
@@ -106,50 +103,9 @@ def test_qlora(bits, order, dtype, quantised, batch):
     assert report.parts["mlp"].outcome == outcomes[bits]
 
 
-@promise("dtypes")
-@every_pair(autocast=[False, True], compute=[torch.float32, torch.bfloat16], dtype=[torch.float32, torch.bfloat16])
-def test_a_quantised_head_computes_in_its_own_dtype(dtype, compute, autocast, quantised, batch):
-    """Stock code where that is not the hidden states' or autocast's, which our loss computes in."""
-    model, stock = quantised("4bit", (), dtype=dtype, bnb_4bit_compute_dtype=compute)
-    report = lowtide.patch(model, mlp=False, norm=False, rope=False)
-    values, logits, gradients = [], [], []
-    for m in (model, stock):
-        m.model.norm.weight.requires_grad_()  # alone: what is saved for backward and dequantised is the head's
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = m(**batch)
-        values.append(out.loss.float())
-        gradients.append(torch.autograd.grad(out.loss, m.model.norm.weight)[0].float())
-        logits.append(out.logits)
-    ours = compute == (torch.bfloat16 if autocast else dtype)
-    expect_calls(report, int(ours), int(not ours))
-    assert logits[0].dtype == logits[1].dtype == dtype
-    torch.testing.assert_close(*logits)
-    close = 1e-5 if compute == dtype == torch.float32 and not autocast else 2e-2
-    torch.testing.assert_close(*values, rtol=close, atol=0)
-    torch.testing.assert_close(*gradients, rtol=0, atol=close * gradients[1].abs().max().item())
-    if not ours:
-        assert "its bnb_4bit_compute_dtype, not in" in str(report)
-
-
-@promise("compile")
-def test_a_quantised_head_scores_evaluates_and_compiles(quantised, batch):
-    model, stock = quantised("4bit", (), sizes={"num_hidden_layers": 1})
-    report = lowtide.patch(model, scoring=True)
-    ids = batch["input_ids"]
-    found = [m(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]) for m in (model, stock)]
-    torch.testing.assert_close(*found)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
-    expect_calls(report, 2)
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
-    expect_calls(report, 3)
-
-
 @promise("reversible")
-@pytest.mark.parametrize("skip", [(), ("lm_head",)], ids=len)
-def test_a_quantised_model_is_saved_and_copied_as_stock(skip, quantised, batch, tmp_path):
-    model, stock = quantised("4bit", skip)
+def test_a_quantised_model_is_saved_and_copied_as_stock(quantised, batch, tmp_path):
+    model, stock = quantised("4bit")
     lowtide.patch(model)
     torch.testing.assert_close(copy.deepcopy(model)(**batch).loss, stock(**batch).loss)
     for name, m in (("ours", model), ("theirs", stock)):
@@ -190,7 +146,4 @@ def test_what_the_fused_mlp_cannot_read_runs_as_it_came(quantised, batch):
     assert report.parts["mlp"].patched
     layers = model.get_base_model().model.layers
     layers[0].mlp.up_proj = bnb.nn.Linear4bit(64, 128, bias=False, quant_type="nf4")
-    layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.randn(128, 64), requires_grad=False)
-    text = str(lowtide.patch(model))  # the second layer has the old weight's state still
-    assert "not quantised yet" in text
-    assert "of another form" in text
+    assert "not quantised yet" in str(lowtide.patch(model))

@@ -98,8 +98,11 @@ def keep_for_backward(parameters: Iterable[Any]) -> None:
 
     For gradients of a call within backward, which autograd accumulates when that has ended.
     """
-    kept = Kept(parameters)
-    torch.autograd.Variable._execution_engine.queue_callback(kept.let_go)
+    _when_backward_ends(Kept(parameters).let_go)
+
+
+def _when_backward_ends(function: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 class _Whole:
@@ -144,7 +147,7 @@ class _Gathers(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         if any(g is not None for g in upstream):
             whole = ctx.whole.__enter__()
-            torch.autograd.Variable._execution_engine.queue_callback(whole.close)  # where `_Partitions` has no backward
+            _when_backward_ends(whole.close)  # where `_Partitions` has no backward
         return None, *upstream
 
 

@@ -1,21 +1,21 @@
 """What peft has put around a linear layer, and LoRA on a gated MLP's projections as `adapted_mlp` takes it.
 
 A LoRA layer is a module with children base_layer, lora_A and lora_B; with x its input it computes
-``base_layer(x) + sum of scaling * lora_B(lora_A(lora_dropout(x)))`` over the active adapters. A layer of peft's
-modules_to_save is one with children original_module and modules_to_save, and calls one of these. Both are known where
-their class and its forward are peft's own.
+``base_layer(x) + scaling * lora_B(lora_A(lora_dropout(x)))`` with its active adapter; several at a time run peft's own
+code. A layer of peft's modules_to_save is one with children original_module and modules_to_save, and calls one of
+these. Both are known where their class and its forward are peft's own.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.mlp.packed import Weight
 from lowtide.mlp.projection import Adapter, Projection
 from lowtide.models.eligibility import has_hooks, plain_class
-from lowtide.models.four_bit import is_four_bit, packed_weight, rounds_input, why_not_packed
+from lowtide.models.four_bit import is_four_bit, packed_weight, why_not_packed
 from lowtide.models.instance import BASE, children_of, is_code_of, parameters_of
 
 _LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
@@ -23,7 +23,7 @@ _SAVED = ("peft.utils.other",)
 
 
 class LowRankAdapter(NamedTuple):
-    """One active adapter: ``scale * b(a(dropout(x)))`` is added."""
+    """The active adapter: ``scale * b(a(dropout(x)))`` is added."""
 
     a: nn.Linear
     b: nn.Linear
@@ -37,19 +37,17 @@ class LowRankAdapter(NamedTuple):
 
 
 class AdaptedLinear(NamedTuple):
-    """A linear layer as it would be called now: ``base(x)`` and what its adapters add."""
+    """A linear layer as it would be called now: ``base(x)`` and what its adapter adds."""
 
     base: nn.Linear
-    adapters: tuple[LowRankAdapter, ...]
+    adapter: LowRankAdapter | None
     around: tuple[nn.Module, ...]  # modules that are run on the way, whose hooks count
     four_bit: bool = False  # whether base is a `Linear4bit` (see `lowtide.models.four_bit`)
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
         """Return every linear layer that is called."""
-        if not self.adapters:
-            return (self.base,)
-        return (self.base, *(linear for adapter in self.adapters for linear in (adapter.a, adapter.b)))
+        return (self.base,) if self.adapter is None else (self.base, self.adapter.a, self.adapter.b)
 
 
 def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinear | str:
@@ -62,16 +60,16 @@ def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinea
         return kept
     around: tuple[nn.Module, ...] = () if kept is module else (module,)
     if plain_class(kept) is nn.Linear:
-        return AdaptedLinear(kept, (), around)  # type: ignore[arg-type]
+        return AdaptedLinear(kept, None, around)  # type: ignore[arg-type]
     if not is_lora(kept):
         why_not = _why_not_base(kept, "is a {}, not a plain torch.nn.Linear", four_bit)
-        return AdaptedLinear(kept, (), around, four_bit) if why_not is None else why_not  # type: ignore[arg-type]
+        return AdaptedLinear(kept, None, around, four_bit) if why_not is None else why_not  # type: ignore[arg-type]
     found = _active(kept, four_bit)
     if isinstance(found, str):
         return found
     base: Any = children_of(kept)["base_layer"]
-    dropouts = tuple(adapter.dropout for adapter in found)
-    return AdaptedLinear(base, found, (*around, kept, *dropouts), four_bit and is_four_bit(base))
+    around = (*around, kept) if found is None else (*around, kept, found.dropout)
+    return AdaptedLinear(base, found, around, four_bit and is_four_bit(base))
 
 
 def saved_layers(module: nn.Module | None) -> list[nn.Module]:
@@ -125,11 +123,11 @@ def _why_not_base(base: nn.Module, what: str, four_bit: bool) -> str | None:
         return None
     if four_bit and is_four_bit(base):
         return why_not_packed(base)
-    return what.format(_kind(base)) + ", and rounds its input too" * (four_bit and rounds_input(base))
+    return what.format(_kind(base))
 
 
-def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
-    """Return the adapters that a LoRA layer would add now, or why it would do something else."""
+def _active(lora: Any, four_bit: bool) -> LowRankAdapter | str | None:
+    """Return the adapter that a LoRA layer would add now, None for none, or why it would do something else."""
     if not _is_own(lora, _LORA):
         return f"is a {type(lora).__name__}, not the LoRA layer of a plain torch.nn.Linear"
     children = children_of(lora)  # `lora.base_layer` would be slow: modules are found by __getattr__
@@ -138,39 +136,33 @@ def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
     if why_not is not None:
         return why_not
     if lora.disable_adapters:
-        return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else ()
-    if lora.merged:
-        return ()
+        return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else None
     a_s, b_s, dropouts = (children_of(children[name]) for name in ("lora_A", "lora_B", "lora_dropout"))
-    found = []
-    for name in lora.active_adapters:
-        if name not in a_s:
-            continue
-        if name in lora.lora_variant:
-            return f"has an adapter of another form than LoRA's ({type(lora.lora_variant[name]).__name__})"
-        scale = lora.scaling[name]
-        if type(dropouts[name]) not in (nn.Dropout, nn.Identity):
-            return f"drops by a {type(dropouts[name]).__name__}"
-        if type(scale) not in (int, float) or parameters_of(a_s[name]).get("bias") is not None:
-            return "has an adapter of another form than LoRA's"
-        found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], scale))
-    if found and not getattr(lora, "cast_input_dtype_enabled", True):
-        dtype = base.weight.dtype
-        if any(adapter.a.weight.dtype != dtype for adapter in found):
-            return "does not cast its input to its adapters' dtype"
-    return tuple(found)
+    names = [] if lora.merged else [name for name in lora.active_adapters if name in a_s]
+    if not names:
+        return None
+    name, *others = names
+    if others:
+        return "has several adapters active at a time"
+    if name in lora.lora_variant:
+        return f"has an adapter of another form than LoRA's ({type(lora.lora_variant[name]).__name__})"
+    found = LowRankAdapter(a_s[name], b_s[name], dropouts[name], lora.scaling[name])
+    if type(found.dropout) not in (nn.Dropout, nn.Identity):
+        return f"drops by a {type(found.dropout).__name__}"
+    biases = [parameters_of(linear).get("bias") for linear in (found.a, found.b)]
+    if type(found.scale) not in (int, float) or biases != [None, None]:
+        return "has an adapter of another form than LoRA's (a bias, or a scale that is no number)"
+    return (
+        found if getattr(lora, "cast_input_dtype_enabled", True) else "does not cast its input to its adapter's dtype"
+    )
 
 
 def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
     """Return why the adapters of an MLP's projections cannot run along with its GEMMs."""
-    adapters = [adapter for layer in layers for adapter in layer.adapters]
-    if not adapters:
-        return None
+    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     if len({linear.weight.dtype for adapter in adapters for linear in (adapter.a, adapter.b)}) > 1:
         return "its LoRA weights are of several dtypes"
     if any(adapter.drops for adapter in adapters):
-        if any(len(layer.adapters) > 1 for layer in layers):
-            return "it has several LoRA adapters with dropout at a time"
         if torch.compiler.is_compiling():
             return "its LoRA adapters have dropout, and it is compiled"
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -179,34 +171,16 @@ def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
 
 
 def low_rank_projections(layers: Sequence[AdaptedLinear], dtype: torch.dtype | None) -> list[Projection]:
-    """Return each projection with its adapters as one, and a weight in 4 bits for GEMMs in ``dtype``."""
-    return [Projection(_weight(layer, dtype), _bias(layer), _adapter(layer.adapters)) for layer in layers]
+    """Return each projection with its adapter, and a weight in 4 bits for GEMMs in ``dtype``."""
+    return [Projection(_weight(layer, dtype), layer.base.bias, _adapter(layer.adapter)) for layer in layers]
 
 
 def _weight(layer: AdaptedLinear, dtype: torch.dtype | None) -> Weight:
     return packed_weight(layer.base, dtype) if layer.four_bit and dtype is not None else layer.base.weight
 
 
-def _adapter(adapters: Sequence[LowRankAdapter]) -> Adapter | None:
-    if not adapters:
+def _adapter(adapter: LowRankAdapter | None) -> Adapter | None:
+    if adapter is None:
         return None
-    if len(adapters) == 1:
-        (only,) = adapters
-        p = float(only.dropout.p) if only.drops else 0.0  # type: ignore[arg-type]
-        return Adapter(only.a.weight, only.b.weight, float(only.scale), p)
-    # Several are one whose rank is the sum of theirs: a copy of thin matrices.
-    scales = {float(adapter.scale) for adapter in adapters}
-    scale = scales.pop() if len(scales) == 1 else 1.0
-    sides = [adapter.b.weight if not scales else adapter.b.weight * adapter.scale for adapter in adapters]
-    with torch.autocast(sides[0].device.type, enabled=False):  # whose torch.cat refuses the other 16-bit dtype
-        return Adapter(torch.cat([adapter.a.weight for adapter in adapters]), torch.cat(sides, 1), scale, 0.0)
-
-
-def _bias(layer: AdaptedLinear) -> Tensor | None:
-    """Return the sum of the projection's bias and its adapters'."""
-    bias: Tensor | None = layer.base.bias
-    for adapter in layer.adapters:
-        if adapter.b.bias is not None:
-            more = adapter.b.bias * adapter.scale
-            bias = more if bias is None else bias + more
-    return bias
+    p = float(adapter.dropout.p) if adapter.drops else 0.0  # type: ignore[arg-type]
+    return Adapter(adapter.a.weight, adapter.b.weight, float(adapter.scale), p)

@@ -13,7 +13,7 @@ from lowtide.memory.policy import words_of
 from lowtide.memory.stack import find_stack
 from lowtide.plan import Adapters, MemoryPlan, plan_memory
 from lowtide.plan.arguments import DDP, FSDP2, PROJECTIONS, ZERO3
-from lowtide.plan.config import quantised, read_settings
+from lowtide.plan.config import attention_of, quantised, read_settings
 from lowtide.plan.run_file import optimizer_of
 
 AUTO = "auto"
@@ -73,7 +73,7 @@ def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[st
     weights = next(iter(model.parameters())).dtype
     four_bit = quantised(read_settings(model.config)).four_bit
     dtype = torch.bfloat16 if four_bit else weights
-    attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "")
+    attention = attention_of(model.config.get_text_config())
     return {
         "seq_len": length * rows if joined else length,
         "batch_size": 1 if joined else rows,

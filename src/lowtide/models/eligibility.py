@@ -15,29 +15,22 @@ from torch.nn.modules import module as nn_module
 from lowtide.arguments import hooks_of, is_autocast_on, is_transformed
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
-from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
+from lowtide.models.parallel_style import defining_module, has_foreign_forward
 
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
 # change the logits.
 _HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.utils.", *HOOKS)
 # accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
 _ACCELERATE = "accelerate.hooks"
-_MOVES = ("AlignDevicesHook", "CpuOffload")
+_MOVES = (f"{_ACCELERATE}.AlignDevicesHook", f"{_ACCELERATE}.CpuOffload")
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
-_CALL, _LINEAR = nn.Module.__call__, nn.Linear.forward  # as PyTorch has them
 
 
-def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
-    """Return why the class of ``model`` cannot be given lazy logits; ``outer`` is it, or what wraps it."""
+def why_not_patch_model(model: nn.Module) -> str | None:
+    """Return why the class of ``model`` cannot be given lazy logits."""
     if "forward" in vars(model):
         return "the model's forward was replaced on the instance"
-    for module in outer.modules():  # peft's adaption prompts
-        if getattr(vars(module).get("forward"), "__self__", None) is model:
-            return f"a {type(module).__name__} around the model keeps the forward that it had: patch first, wrap then"
-    has_prompts = any(type(module).__module__.startswith("peft.tuners.adaption_prompt") for module in model.modules())
-    if has_prompts and outer is model and part_of(model) is None:
-        return "adaption prompts inside keep the forward that the model had: patch first, then wrap"
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_any and not any(parameter.name in LABELS for parameter in parameters):
@@ -59,31 +52,24 @@ def why_not_patch_head(model: nn.Module, head: nn.Module | None, why_not_linear:
         return "another patched model has this output embedding"
     if why_not_linear is not None:
         return f"the output embedding {why_not_linear}"
-    if has_foreign_forward(head):
-        return "the output embedding's forward was replaced on the instance"
-    style = style_of(head)
-    return f"the output embedding {style}" if isinstance(style, str) else None
+    return "the output embedding's forward was replaced on the instance" if has_foreign_forward(head) else None
 
 
-def why_not_lazy(head: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """Return why this call of an unsharded head must return real logits.
-
-    ``dtype`` is the one that its weight is dequantised to if it is in 4 bits, else None.
-    """
-    bias = head.bias
+def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
+    """Return why this call of an unsharded head must return real logits."""
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
-    if (dtype is None and type(head.weight) is not nn.Parameter) or not (bias is None or type(bias) is nn.Parameter):
+    if any(type(p) is not nn.Parameter for p in (head.weight, head.bias) if p is not None):
         return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
     if type(hidden) is not Tensor:
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
-    return why_not_now(head, hidden, dtype)
+    return why_not_now(head, hidden)
 
 
-def why_not_now(head: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """Return why this call must return real logits, for any type of tensors; ``dtype`` as for `why_not_lazy`."""
+def why_not_now(head: nn.Linear, hidden: Tensor) -> str | None:
+    """Return why this call must return real logits, for any type of tensors."""
     if not hidden.is_floating_point():
         return f"the hidden states are a {type(hidden).__name__} of {hidden.dtype}"
-    if hidden.dtype != (dtype or head.weight.dtype) and not is_autocast_on(hidden.device.type):
+    if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
         return "hidden states and output embedding differ in dtype"
     if is_transformed():
         return "a torch.func transform or forward-mode differentiation is active"
@@ -97,16 +83,9 @@ def why_not_call(head: nn.Module) -> str | None:
     why_not = _why_not_forward(head) or why_not_class(head)
     if why_not is not None:
         return why_not
-    if nn.Linear.forward is not _LINEAR:
-        return "torch.nn.Linear.forward was replaced"
     if is_function_mode_active():
         return "a TorchFunctionMode is active"
-    style = style_of(head)
-    if isinstance(style, str):
-        return f"the output embedding {style}"
-    of_all = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
-    of_gradients = (nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks)
-    for hook in (hook for hooks in (*hooks_of(head), *of_all, *of_gradients) for hook in hooks.values()):
+    for hook in (hook for hooks in (*hooks_of(head), *_hooks_of_all()) for hook in hooks.values()):
         module = defining_module(hook)
         if not module.startswith(_HOOKS_THAT_DO_NOT_READ):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
@@ -121,25 +100,23 @@ def _why_not_forward(head: nn.Module) -> str | None:
     if defining_module(vars(head)["forward"]) != _ACCELERATE or before is not type(head).forward:
         return "the output embedding's forward was replaced on the instance"
     hook: Any = vars(head)["_hf_hook"]
-    for each in hook.hooks if _kind(hook) == f"{_ACCELERATE}.SequentialHook" else (hook,):
-        if _kind(each) not in [f"{_ACCELERATE}.{name}" for name in _MOVES] or each.no_grad:
+    for each in getattr(hook, "hooks", (hook,)):  # of a SequentialHook
+        if f"{type(each).__module__}.{type(each).__name__}" not in _MOVES or each.no_grad:
             return f"the output embedding has a hook of accelerate's, a {type(each).__name__}, that may change logits"
     return None
 
 
 def why_not_class(head: nn.Module) -> str | None:
-    """Return why the class of a patched head, or ``nn.Module``, may do more with a call than when it was patched."""
-    kinds = (type(head), plain_class(head))  # FSDP2 may have come before patch or after it
-    base = next((vars(kind)[BASE] for kind in kinds if BASE in vars(kind)), None)
-    if base is None:
-        return f"the output embedding was given another class, {type(head).__name__}"
-    if base.__call__ is not _CALL or nn.Module.__call__ is not _CALL:
-        return "torch.nn.Module.__call__ was replaced"
-    return None
+    """Return why the class of a patched head may do more with a call than when it was patched."""
+    if any(BASE in vars(kind) for kind in (type(head), plain_class(head))):  # FSDP2 may have come before patch or after
+        return None
+    return f"the output embedding was given another class, {type(head).__name__}"
 
 
-def _kind(hook: object) -> str:
-    return f"{type(hook).__module__}.{type(hook).__qualname__}"
+def _hooks_of_all() -> tuple[dict[int, Any], ...]:
+    """Return the hooks that run with the calls of all modules."""
+    of_gradients = (nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks)
+    return nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks, *of_gradients
 
 
 def is_traced() -> bool:
@@ -148,15 +125,9 @@ def is_traced() -> bool:
 
 
 def is_function_mode_active() -> bool:
-    """Whether a ``TorchFunctionMode`` reads, or changes, what functions do.
-
-    ``with device:`` does not, nor does a mode with a true attribute ``leaves_fused_parts``.
-    """
-    if torch._C._len_torch_function_stack() == 0:  # all calls, as a rule: the list of them takes 4 us
-        return False
+    """Whether a ``TorchFunctionMode`` reads, or changes, what functions do; ``with device:`` does not."""
     modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    left = (getattr(mode, "leaves_fused_parts", type(mode).__name__ == "DeviceContext") for mode in modes)
-    return not all(left)
+    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -205,7 +176,7 @@ def has_nothing_to_save(x: object) -> bool:
     return x.numel() <= FEW or x.is_cpu
 
 
-def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:
+def are_plain_linears(linears: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> bool:
     """Whether ``linears`` are exactly ``torch.nn.Linear``, with weights of any type, and no hook reads their calls.
 
     ``others`` are modules between them, which may have no hooks and no forward on the instance either.
@@ -215,6 +186,4 @@ def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, .
     for module in (*linears, *others):
         if "forward" in vars(module) or has_hooks(module):
             return False
-    if nn.Linear.forward is not _LINEAR or nn.Module.__call__ is not _CALL:
-        return False
-    return torch.compiler.is_compiling() or not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return torch.compiler.is_compiling() or not any(_hooks_of_all())

@@ -33,19 +33,14 @@ _TOLERANCE = 1e-5  # of float32 products of 8 and 12 terms
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether the module owns weights of all experts, gate and up in one or, without a gate, up alone."""
-    own = parameters_of(module)
-    gate_up, down, up = (
-        (weight := own.get(name)) is not None and len(shape_of(weight)) == 3 for name in (*_NAMES[:2], "up_proj")
-    )
-    return down and (gate_up or up)
+    """Whether the module owns weights of all experts, gate and up in one."""
+    weights = (parameters_of(module).get(name) for name in _NAMES[:2])
+    return all(weight is not None and len(shape_of(weight)) == 3 for weight in weights)
 
 
 def find(module: nn.Module, base: Any) -> tuple[str, tuple[Form, bool, bool]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     own: Any = parameters_of(module)
-    if own.get("gate_up_proj") is None:
-        return "gate and up of its experts are not one weight, gate_up_proj"
     if any(p is not None and p.dtype not in FLOATS for p in own.values()):
         return "its weights are quantised"
     gate_up, down = (shape_of(own[name]) for name in _NAMES[:2])
@@ -124,13 +119,14 @@ def _dtype(x: Any, ids: Any, routing: Any, weights: Sequence[Any], keeps: bool) 
     held = [weight for weight in weights if weight is not None]
     if not is_ordinary((x, ids, routing, *held), ()):
         return None
-    dtype, D = weights[0].dtype, x.shape[-1]
+    dtype = weights[0].dtype
     if any(t.dtype != dtype or t.device != x.device for t in held) or ids.device != x.device:
         return None
-    if x.dim() != 2 or ids.dim() != 2 or ids.shape != routing.shape or ids.shape[0] != x.shape[0] or not ids.shape[1]:
+    if x.dim() != 2 or ids.shape != (len(x), ids.shape[-1]) or ids.shape != routing.shape or not ids.shape[1]:
         return None
-    floats = x.dtype in FLOATS and routing.dtype in FLOATS and dtype in FLOATS
-    if not floats or ids.is_floating_point() or D not in weights[1].shape[1:]:
+    if x.dtype not in FLOATS or routing.dtype not in FLOATS or dtype not in FLOATS:
+        return None
+    if ids.is_floating_point() or x.shape[1] not in weights[1].shape[1:]:
         return None
     if is_autocast_on(x.device.type):
         found: torch.dtype = dtype if keeps else operand_dtype(x)

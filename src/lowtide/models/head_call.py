@@ -45,7 +45,6 @@ class HeadCall:
 
     only_loss = False  # cross entropy alone can be computed without logits
     sharded = False  # each rank has a shard of the classes
-    gives_dtensor = False
     scores = False  # the model was called without labels: rows may be read a few at a time
 
     def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
@@ -147,7 +146,6 @@ class HeadCall:
                 bias = part if bias is None else bias + part
             cap_and_scale = {"softcap": folded.softcap, "logit_scale": folded.logit_scale}
             result = function(hidden, weight, linear_bias=bias, options=options, **cap_and_scale, **more)
-            result = self.as_given(result)
             # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
             return result.clone() if result._is_view() else result
 
@@ -171,10 +169,6 @@ class HeadCall:
     def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
         """Return of a vector [V] what goes with ``weight``, one of `operands`."""
         return vector
-
-    def as_given(self, result: Tensor) -> Tensor:
-        """Return a result as the kind of tensor that the logits would have made it."""
-        return result
 
     def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
         """Return the logits from `tensors`, or from others in their place."""

@@ -165,12 +165,6 @@ class LazyLogits(Tensor):
             return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
         return super().__repr__(**settings)  # type: ignore[no-untyped-call]
 
-    def __getattr__(self, name: str) -> Any:
-        # Attributes that plain tensors lack: logits that are a DTensor have more.
-        if name in _OF_DTENSOR and self.call.gives_dtensor:
-            return getattr(self.materialise(f"read by {name}"), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def _passed_on(self) -> "LazyLogits":
         """Return the logits that DeepSpeed passed on as these, or these.
 
@@ -351,8 +345,6 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return NotImplemented
     return operation(*bound.args, **bound.kwargs)
 
-
-_OF_DTENSOR = frozenset(("device_mesh", "placements", "to_local", "full_tensor", "redistribute"))
 
 _METADATA: frozenset[Any] = frozenset(
     [

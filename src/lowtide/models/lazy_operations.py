@@ -154,7 +154,7 @@ def _loss(
         return NotImplemented
 
     def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        compute = adapted_cross_entropy if "adapters" in kwargs else linear_cross_entropy
+        compute = adapted_cross_entropy if "adapter" in kwargs else linear_cross_entropy
         kwargs |= {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
         result = compute(hidden, head, target.reshape(hidden.shape[:-1]), reduction=reduction, **kwargs)
         return result if reduction != "none" else result.reshape(target.shape)

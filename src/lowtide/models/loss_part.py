@@ -252,21 +252,9 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         inside = len(args) > 0 and type(args[0]) is HeadWork
         awaited = _awaited_by(self)
         style = parallel_style.style_of(self) if inside or awaited is not None else None
-        if style is None or parallel_style.is_stock_call(self):
+        # of a compiled head the style's hooks are in its graph
+        if style is None or self._compiled_call_impl is not None:
             return base.__call__(self, *args, **kwargs)
-        is_stock = self._compiled_call_impl is not None  # the style's hooks are in its graph
-        if awaited is not None and not inside and not is_stock:
-            why_not = eligibility.why_not_call(self)
-            if isinstance(style, parallel_style.Style):
-                why_not = parallel_style.why_not_agreed(self, style.mesh, self.weight.device, why_not)
-            if why_not is not None:
-                awaited.state.head_calls += 1
-                awaited.state.report.count_materialised(why_not)
-                is_stock = True
-        if is_stock:
-            with parallel_style.stock_call(self):
-                return base.__call__(self, *args, **kwargs)
-        assert isinstance(style, parallel_style.Style)
         with parallel_style.put_aside(self, style):
             return base.__call__(self, *args, **kwargs)
 

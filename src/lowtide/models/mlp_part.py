@@ -19,7 +19,7 @@ from lowtide.mlp.swiglu import adapted_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
-from lowtide.models.four_bit import gemm_dtype, is_here, kind_of
+from lowtide.models.four_bit import gemm_dtype, is_here
 from lowtide.models.instance import children_beside, children_of, with_fused
 
 INPUTS = 1
@@ -47,13 +47,8 @@ def is_candidate(module: nn.Module) -> bool:
 def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     names, layers = _names(module), _layers(module)
-    if isinstance(layers, str):  # adapters of another form, or quantised in another way
+    if isinstance(layers, str):
         return layers
-    if not _are_plain(layers):
-        return "a projection has hooks or a forward of its own"
-    why_not = why_not_together(layers)
-    if why_not is not None:
-        return why_not
     # a twin of the same names and biases
     biases = [layer.base.bias is not None for layer in layers]
     wide = [2 * _WIDE] if names is _JOINED else [_WIDE] * 2
@@ -69,11 +64,10 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str]] | str:
     if found is None:
         return "it is not down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
     activation, joined = found
-    adapted = [name for name, layer in zip(names, layers, strict=True) if layer.adapters]
+    adapted = [name for name, layer in zip(names, layers, strict=True) if layer.adapter]
     with_what = f", LoRA on {', '.join(adapted)} with it" if adapted else ""
-    kinds = sorted({kind_of(layer.base) for layer in layers if layer.four_bit})
-    if kinds:
-        with_what += f", {' and '.join(kinds)} weights dequantised for one GEMM at a time"
+    if any(layer.four_bit for layer in layers):
+        with_what += ", weights in 4 bits dequantised for one GEMM at a time"
     kept = f"gate and up, one projection ({joined})" if joined else "gate and up"
     return f"runs as lowtide.swiglu_mlp ({activation}), which keeps {kept}{with_what}", found
 
@@ -99,22 +93,18 @@ def _names(mlp: nn.Module) -> tuple[str, ...]:
 
 
 def _layers(mlp: nn.Module) -> _Layers | str:
-    """Return what the projections would run, or which of them is not a linear layer, and why."""
-    found = []
+    """Return what the projections would run, or why that is not linear layers with LoRA or without."""
+    layers: list[AdaptedLinear] = []
+    others = [*children_beside(mlp, WEIGHTS)]
     for name in _names(mlp):
         layer = adapted_linear(getattr(mlp, name), four_bit=True)
         if isinstance(layer, str):
             return f"{name} {layer}"
-        found.append(layer)
-    return tuple(found)
-
-
-def _are_plain(layers: _Layers, others: tuple[nn.Module, ...] = ()) -> bool:
-    """Whether nothing but the projections' own code runs; `adapted_linear` has looked at that of `Linear4bit`."""
-    linears = tuple(linear for layer in layers for linear in layer.linears[layer.four_bit :])
-    packed = (layer.base for layer in layers if layer.four_bit)
-    around = (module for layer in layers for module in layer.around)
-    return are_plain_linears(linears, (*others, *packed, *around))
+        layers.append(layer)
+        others += layer.around + layer.linears[: layer.four_bit]  # `adapted_linear` has looked at a `Linear4bit`
+    if not are_plain_linears(tuple(linear for layer in layers for linear in layer.linears[layer.four_bit :]), others):
+        return "a projection has hooks or a forward of its own"
+    return why_not_together(layers) or tuple(layers)
 
 
 def overrides(base: Any, activation: str, joined: str) -> dict[str, Any]:
@@ -130,10 +120,10 @@ def overrides(base: Any, activation: str, joined: str) -> dict[str, Any]:
         if level is None or (has_nothing_to_save(x) and not (_drops(mlp) or gathers_for(mlp))):
             return None
         layers = _layers(mlp)
-        if isinstance(layers, str) or not _are_plain(layers, children_beside(mlp, WEIGHTS)):
+        if isinstance(layers, str) or not _is_ordinary(mlp, x, layers):
             return None
-        dtype = _dtype(x, layers) if _is_ordinary(mlp, x, layers) else None
-        if dtype is None or why_not_together(layers) is not None:
+        dtype = _dtype(x, layers)
+        if dtype is None:
             return None
         tile: int | None = getattr(mlp, TILE, None)
         settings: Any = {"activation": activation, "checkpoint_level": level, "tile_tokens": tile}

@@ -12,13 +12,13 @@ first values.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowtide.distributed.zero import forget
+from lowtide.distributed.zero import forget, shape_of
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.models import experts_part, mlp_part, norm_part, rope_part
 from lowtide.models.eligibility import are_plain_linears
@@ -54,27 +54,45 @@ class Found(NamedTuple):
 
 
 def find(model: nn.Module, part: str, fuse: tuple[type, ...]) -> list[Found]:
-    """Return the modules of a part's form, and how each is fused, or why it is not; nothing is changed."""
+    """Return the modules of a part's form, and how each is fused, or why it is not; nothing is changed.
+
+    Modules that are alike are looked at once.
+    """
     rows = []
+    known: dict[Hashable, tuple[str, tuple[Any, ...]] | str] = {}
     with surroundings():
         for name, module in model.named_modules():
             kind = next((kind for kind in PARTS[part] if kind.is_candidate(module)), None)
             if kind is None or part_of(module) not in (None, part):
                 continue
-            if part_of(module) is not None and not is_on_top(module):
-                rows.append(Found(name, module, kind, "patched before, and its class was changed since", None))
-                continue
-            found = _found(module, kind, stock_class(module), fuse)
+            form = _form(module)
+            if form not in known:
+                known[form] = _found(module, kind, stock_class(module), fuse)
+            found = known[form]
             outcome, args = (f"left as it is: {found}", None) if isinstance(found, str) else found
             rows.append(Found(name, module, kind, outcome, args))
     return rows
 
 
+def _form(module: nn.Module) -> Hashable:
+    """Return what is the same for modules that are alike: classes, attributes, children, and forms of weights."""
+
+    def plain(x: Any) -> Hashable:
+        if type(x) is nn.Parameter:
+            return shape_of(x), x.dtype, x.device
+        if isinstance(x, dict | list | tuple | set):  # of parameters, buffers, hooks
+            return tuple(map(plain, x.items() if isinstance(x, dict) else x))
+        return (type(x), x) if type(x) in (int, float, str, bool) else id(x)
+
+    attributes = ((name, plain(x)) for name, x in vars(module).items() if name != "_modules")
+    return type(module), *attributes, *((name, _form(child)) for name, child in module.named_children())
+
+
 def _found(module: nn.Module, kind: Any, base: Any, fuse: tuple[type, ...]) -> tuple[str, tuple[Any, ...]] | str:
+    if part_of(module) is not None and not is_on_top(module):
+        return "it was patched before, and its class was changed since"
     named = _is_named(base, fuse)
     name_it = f"not transformers' own code; name it to fuse it: lowtide.patch(model, fuse=({base.__name__},))"
-    if part_of(module) is None and any(name in vars(module) for name in kind.ATTRIBUTES):
-        return f"it has a {' or '.join(kind.ATTRIBUTES)} of its own"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if not named and not is_code_of(base.forward, *_OWN):

@@ -42,13 +42,12 @@ def patch(
     wherever it is computed, is then `lowtide.linear_cross_entropy` of the hidden states; gathered log-probabilities,
     logsumexp and argmax need no logits either. Anything else that reads the logits (``outputs.logits`` later, another
     loss, a metric) gets real ones, built on first use and counted in the report. The loss uses float32 logits, even if
-    the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, or one of
-    bitsandbytes in 4 bits, plain, with peft's LoRA or in its modules_to_save; others (other adapters, weights in 8
-    bits) stay unmodified, and the report says why. A plain one may be sharded over ranks by classes, as PyTorch's
-    ``ColwiseParallel`` or transformers' ``tp_plan`` does; then either all ranks read the logits or none does.
-    ``torch.compile`` of the model has a graph without logits for the same losses, unless the weight is in 4 bits. With
-    ``scoring`` calls without labels return lazy logits too, except those for one token of each sequence, as in
-    generation.
+    the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain, with
+    peft's LoRA or in its modules_to_save; others (other adapters, quantised weights) stay unmodified, and the report
+    says why. A plain one may be sharded over ranks by classes, as PyTorch's ``ColwiseParallel`` or transformers'
+    ``tp_plan`` does; then either all ranks read the logits or none does. ``torch.compile`` of the model has a graph
+    without logits for the same losses. With ``scoring`` calls without labels return lazy logits too, except those for
+    one token of each sequence, as in generation.
 
     The other parts: of modules whose forward is transformers' own code, and of classes in ``fuse``, lowtide runs the
     code on a few random rows beside its own operation, and compares values, gradients and attributes. Where they differ
@@ -109,7 +108,7 @@ def patch(
     state.options, state.scoring = options, scoring
     parallel_style.forget(target)
     if loss:
-        _patch_loss(target, state, model)
+        _patch_loss(target, state)
     else:
         _unpatch_loss(target, state)
         state.report.add("loss", "-", "left as it is: loss=False", patched=False)
@@ -186,7 +185,7 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
             unpatch(model)
         return
     line, has_loss = state.report.parts["loss"], part_of(target) is not None
-    _patch_loss(target, state, model)
+    _patch_loss(target, state)
     state.scoring_blocks += 1
     try:
         yield state.report
@@ -198,9 +197,9 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
             state.report.parts["loss"] = line
 
 
-def _patch_loss(target: Any, state: LossState, outer: nn.Module) -> None:
+def _patch_loss(target: Any, state: LossState) -> None:
     if part_of(target) is None:
-        why_not = eligibility.why_not_patch_model(target, outer)
+        why_not = eligibility.why_not_patch_model(target)
         if why_not is not None:
             state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
             return

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide.layers import rotary
 from lowtide.layers.pairs import PAIRS
 from lowtide.layers.rope import checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
@@ -53,13 +52,6 @@ class _Form(NamedTuple):
     layouts: tuple[int, ...]  # those it can be called for: two where an argument ``unsqueeze_dim`` chooses
     pairs: str
     promote: bool
-
-    def rotated(self, layout: int, args: Any) -> tuple[Tensor, ...]:
-        """Return what the function returns, by lowtide's own."""
-        rotated = rotary(
-            *_operands(self.order, layout, args), unsqueeze_dim=layout or 2, promote=self.promote, pairs=self.pairs
-        )
-        return _results(self.order, layout, args, rotated)
 
 
 _Forms = tuple[tuple[str, _Form], ...]  # of each name
@@ -121,7 +113,7 @@ def _computes(stock: Any, form: _Form, layout: int, dtypes: _Dtypes, share: int 
         got = outcome(functools.partial(stock, *args, **chosen), heads)
         if isinstance(got, Exception):
             return None
-        expected = outcome(functools.partial(form.rotated, layout, args), heads)
+        expected = outcome(functools.partial(_rotated, form.order, layout, form.pairs, form.promote, args), heads)
         if not agree(got, expected, _ROUNDINGS * torch.finfo(dtypes[0]).eps):
             return False
     return True
@@ -158,11 +150,15 @@ def _operands(order: tuple[str, ...], layout: int, args: Any) -> tuple[Tensor, T
     return q, k, cos, sin
 
 
-def _results(order: tuple[str, ...], layout: int, args: Any, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return what a function returns for these arguments, one result as a tuple."""
-    if layout == _FLAT:
-        rotated = rotated[0].view_as(args[0]), rotated[1].view_as(args[1]) if "k" in order else rotated[1]
-    return rotated if "k" in order else rotated[:1]
+def _rotated(order: tuple[str, ...], layout: int, pairs: str, promote: bool, args: Any) -> Any:
+    """Return what a function returns for these arguments, by lowtide's own; None: they are of another form."""
+    operands, dim = _operands(order, layout, args), layout or 2
+    if why_not_rotary(*operands, dim, PAIRS[pairs]) is not None:
+        return None
+    q, k = checked_rotary(*operands, dim, promote, pairs)
+    if "k" not in order:
+        return q.view_as(args[0]) if layout == _FLAT else q
+    return (q.view_as(args[0]), k.view_as(args[1])) if layout == _FLAT else (q, k)
 
 
 def overrides(base: Any, forms: _Forms) -> dict[str, Any]:
@@ -212,10 +208,7 @@ def _rotation(stock: Any, form: _Form) -> Any:
             return stock(*args, **kwargs)
         if args[0].dtype == torch.float64 or args[-1].dtype.is_complex != (order == _COMPLEX):
             return stock(*args, **kwargs)
-        operands, dim = _operands(order, layout, args), layout or 2
-        if why_not_rotary(*operands, dim, PAIRS[pairs]) is not None:
-            return stock(*args, **kwargs)
-        results = _results(order, layout, args, checked_rotary(*operands, dim, promote, pairs))
-        return results if "k" in order else results[0]
+        results = _rotated(order, layout, pairs, promote, args)
+        return stock(*args, **kwargs) if results is None else results
 
     return rotation

@@ -65,6 +65,11 @@ def read_settings(config: Any) -> dict[str, Any]:
     return settings
 
 
+def attention_of(text: Any) -> str:
+    """Return transformers' name for the attention of a config's part for text, "" if it has none."""
+    return str(getattr(text, "_attn_implementation", "") or "")
+
+
 def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return a config's fields with another number of layers; their kinds repeat in the same order.
 

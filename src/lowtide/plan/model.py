@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.stack import find_stack
 from lowtide.plan.arguments import Adapters
+from lowtide.plan.config import attention_of
 from lowtide.plan.meter import Meter, Work, autocast, stand_ins
 
 MEASURE = "Measure its step instead, with `lowtide profile`."
@@ -122,7 +123,7 @@ class MetaModel:
             model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)
         self._model = model.to("meta").train()  # also what was made on the CPU nevertheless
         self.name, self._readings = type(model).__name__, cache(self._read_all)
-        self.attention = str(getattr(text, "_attn_implementation", "") or "")
+        self.attention = attention_of(text)
         self.experts, self._visits = (
             next((n for n in (getattr(text, name, None) for name in names) if type(n) is int), 0)
             for names in (_EXPERTS, _VISITED)

@@ -46,9 +46,8 @@ class LogProbCall(NamedTuple):
                 return f"outputs names {name!r}, which lowtide does not know"
         return (
             _why_not_tensors("", self[:3])
-            or _why_not_number("temperature", self.temperature, positive=True)
-            or _why_not_number("logit_scale", self.logit_scale)
-            or _why_not_cap("final_logit_softcapping", self.final_logit_softcapping)
+            or _why_not_numbers(self, "temperature", "final_logit_softcapping")
+            or _why_not_numbers(self, "logit_scale", least=-math.inf)
         )
 
     def run(self, options: HeadOptions | None) -> tuple[Tensor | None, ...]:
@@ -110,16 +109,14 @@ class DivergenceCall(NamedTuple):
         why = (
             _why_not_tensors("student_", student)
             or _why_not_tensors("teacher_", teacher)
-            or _why_not_number("beta", self.beta)
-            or (None if 0 <= self.beta <= 1 else "beta is not from 0 to 1")
-            or _why_not_number("temperature", self.temperature, positive=True)
-            or _why_not_number("student_logit_scale", self.student_logit_scale, positive=True)
-            or _why_not_number("teacher_logit_scale", self.teacher_logit_scale, positive=True)
-            or _why_not_cap("student_final_logit_softcapping", self.student_final_logit_softcapping)
-            or _why_not_cap("teacher_final_logit_softcapping", self.teacher_final_logit_softcapping)
+            or _why_not_numbers(self, "beta", least=-math.inf)
+            or _why_not_numbers(self, "temperature", "student_logit_scale", "teacher_logit_scale")
+            or _why_not_numbers(self, "student_final_logit_softcapping", "teacher_final_logit_softcapping")
         )
         if why is not None:
             return why
+        if not 0 <= self.beta <= 1:
+            return "beta is not from 0 to 1"
         if self.student_logit_scale != self.teacher_logit_scale:
             return "student and teacher scale their logits differently, which linear_divergence does not"
         if shape_of(self.student_weight)[0] != shape_of(self.teacher_weight)[0]:
@@ -178,18 +175,17 @@ def _divided(cap: float | None, by: float) -> float | None:
     return None if cap is None else cap / by
 
 
-def _why_not_number(name: str, value: object, *, positive: bool = False) -> str | None:
-    """Return why lowtide cannot take a number: a tensor, not finite, or not above 0 where it must be."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"{name} is a {type(value).__name__}, not a number"
-    if not math.isfinite(value) or (positive and value <= 0):
-        return f"{name} is {'not above 0' if math.isfinite(value) else 'not finite'}"
+def _why_not_numbers(call: object, *names: str, least: float = 0) -> str | None:
+    """Return why lowtide cannot take these numbers: a tensor, not finite, or not above ``least``; None is no cap."""
+    for name in names:
+        value = getattr(call, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"{name} is a {type(value).__name__}, not a number"
+        if not math.isfinite(value) or value <= least:
+            return f"{name} is {'not above 0' if math.isfinite(value) else 'not finite'}"
     return None
-
-
-def _why_not_cap(name: str, cap: object) -> str | None:
-    """Return why lowtide cannot take a soft cap; None is none."""
-    return None if cap is None else _why_not_number(name, cap, positive=True)
 
 
 def _why_not_tensors(side: str, head: Head) -> str | None:
