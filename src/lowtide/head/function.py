@@ -260,8 +260,8 @@ class FunctionTerms(Terms):
         self.anchor = torch.zeros((), device=x.device, requires_grad=True) if watch else None
         # what is autograd's to see, or has no numbers, must not go by address
         real = all(type(t) in (Tensor, torch.nn.Parameter) for t in (x, w)) and self.head.ranks.alone
-        self._by_kernel = real and why_not_row(x.device, self.head.dtype, w.shape[0]) is None
-        self.narrowed = self._by_kernel and self.plan.backward_gemm == "narrow"
+        narrow = real and self.plan.backward_gemm == "narrow"
+        self.narrowed = narrow and why_not_row(x.device, self.head.dtype, w.shape[0]) is None
         self.spec: Any = None  # the structure of the results
         self._leaves: list[Tensor | None] = []
         self._form: list[Any] = []  # their dtypes, and the shapes of a row
@@ -270,7 +270,7 @@ class FunctionTerms(Terms):
         self.states: list[RandomState | None] = []  # before each piece that draws random numbers
         self._into: Gradients | None = None
         self._of_leaves: list[Tensor | None] = []
-        self._bias_PV: Tensor | None = None  # the bias's gradient in parts, where the kernel sums it
+        self._bias_V: Tensor | None = None  # the bias's gradient, where the logits' is narrow before the loop sums it
         self._ones: list[Tensor | None] = []
         self._state: RandomState | None = None  # of the generators, where each piece's is recorded
         self._replayed: Iterator[RandomState | None] = iter(())
@@ -297,10 +297,8 @@ class FunctionTerms(Terms):
         """Make the memory that takes the gradients."""
         head = self.head
         into = gradient_buffers(head, self.rows, self.plan, self.wanted, stored=stored)
-        if into.bias_V is not None and self._by_kernel:
-            from lowtide.head.kernels.elementwise import bias_sums
-
-            into.bias_V, self._bias_PV = None, bias_sums(self.plan.piece_rows, len(head.weight_VD), self.device)
+        if self.narrowed:
+            into.bias_V, self._bias_V = None, into.bias_V
         self._into = into
         self._of_leaves = [
             t.new_zeros(t.shape, dtype=t.dtype if rowwise else summed_in(t.dtype)) if t.requires_grad else None
@@ -389,11 +387,9 @@ class FunctionTerms(Terms):
             dz = torch.addcmul(dz, capped * dz, capped, value=-(cap**-2))
         elif dz.untyped_storage().data_ptr() == z_CV.untyped_storage().data_ptr():
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
-        if self._by_kernel:
-            from lowtide.head.kernels.elementwise import put_logit_grad
-
-            put_logit_grad(dz, scale, target, self._bias_PV)
-        elif scale is None:
+        if self._bias_V is not None:
+            self._bias_V += dz.sum(0) if scale is None else dz.sum(0) * scale
+        if scale is None:
             target.copy_(dz)
         else:
             torch.mul(dz, scale, out=target)
@@ -440,7 +436,7 @@ class FunctionTerms(Terms):
         """Return the gradients in the order of the tensors, the same of token arguments and params on every rank."""
         into = self._into
         assert into is not None
-        bias_V = into.bias_V if self._bias_PV is None else self._bias_PV.sum(0)
+        bias_V = into.bias_V if self._bias_V is None else self._bias_V
         return [into.input_ND, into.weight_VD, bias_V, None, *self._of_all(self._of_leaves, self._rowwise)]
 
     def _of_all(self, totals: Totals, rowwise: Sequence[bool]) -> Totals:

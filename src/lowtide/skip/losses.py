@@ -96,8 +96,8 @@ class TiledCrossEntropy(CrossEntropy):
         self, piece: Piece, factor_C: Tensor | None = None, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None
     ) -> None:
         super()._finish(piece, factor_C, e_CV, scaled_CD)
-        sums, stored, rows = self._sums[: len(piece.y_C)], self._stored(len(piece.y_C)), piece.rows
-        masses, squares = sums if stored.masses is None else stored.masses, stored.squares
+        sums, rows = self._sums[: len(piece.y_C)], piece.rows
+        squares, masses, *_ = (*self._stored(len(piece.y_C)), sums)
         assert squares is not None
         assert self.index is not None
         if e_CV is None:

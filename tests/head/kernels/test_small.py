@@ -113,7 +113,7 @@ def test_entries_of_statistics_are_rounded_once(room: int) -> None:
     g = torch.randn(N, K)
     entries = stats_logits.Entries.empty(N + room, K, x.device, heat=False, even=False)
     known = stats_rows.RowStats(
-        lse=(x.double() @ w.double().T).logsumexp(1).float(), top=logp.argmax(1), top_logprob=logp.amax(1).float(),
+        lse=(x.double() @ w.double().T).logsumexp(1).float(), argmax=logp.argmax(1), top_logprob=logp.amax(1).float(),
         logprob=logp.gather(1, ids).float(),
     )  # fmt: skip
     stats_rows.prepare_stats(known, stats_rows.RowStats(logprob=g), ids.int(), x, entries, V)

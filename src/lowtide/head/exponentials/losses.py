@@ -14,7 +14,7 @@ logit scale, g the row's factor, a the smoothing, q the class weights. It stays 
 product of q with the sum of all hidden states times their factors; in dX it is a part of each row's end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
 from lowtide.head.kernels.elementwise import take_counted
-from lowtide.head.kernels.exp_logits import NOT_STORED, ExpRows, Stored, exp_tile, shifted_exp_logits
+from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles, tiles_across
@@ -299,8 +299,8 @@ class CrossEntropy(Exponentials):
             self.config, find_highest=find_highest,
         )  # fmt: skip
 
-    def _stored(self, C: int) -> Stored:
-        return NOT_STORED if self._of_stored is None else Stored(*self._of_stored[:, :C])
+    def _stored(self, C: int) -> Iterable[Tensor]:
+        return () if self._of_stored is None else tuple(self._of_stored[:, :C])
 
     def _terms(self, part: slice) -> RowTerms:  # noqa: ARG002
         """Return the loss of these rows."""

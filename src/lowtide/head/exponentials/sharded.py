@@ -17,17 +17,16 @@ from lowtide.head.call import Head
 from lowtide.head.exponentials.losses import CrossEntropy, Exponentials, Piece, aligned_rows
 from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import exp_rows, stats_rows, stats_topk
+from lowtide.head.kernels import exp_rows
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import Room
-from lowtide.head.kernels.stats_logits import Sums
-from lowtide.head.kernels.stats_rows import RowStats
 from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.rows import input_is_copied
 from lowtide.head.terms.loss import Loss, RowFactors
+from lowtide.head.terms.statistics import merged, packed
 
 
 @dataclass(kw_only=True)
@@ -184,13 +183,13 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
     def _begin_sums(self, found: Tensor, piece: Part) -> Part:
         """Build a piece's E, or its sums alone, and begin to exchange these."""
         self._write_exponentials(piece, (piece.exchange(), *piece.memory[1:]), found)
-        mine, of_rows = self._new(2, len(piece.y_C)), (piece.sums, piece.y_C, piece.rows)
+        mine, of_rows = self._new(1, len(piece.y_C)), (piece.sums, piece.y_C, piece.rows)
         if self.width:
             exp_rows.sum_rows(*of_rows, mine, e_CV=self._e_of(piece.at), used=self.used(piece.part))
             super()._shift(piece, None)
             exp_rows.sum_rows(*of_rows, mine, shifted=True)
         else:
-            mine[0], mine[1] = 0, -torch.inf
+            mine.fill_(-torch.inf)
         piece.exchange = self.ranks.begin_gather(mine)
         return piece
 
@@ -239,31 +238,27 @@ class ShardedStatistics(Sharded, TileStatistics):
         found = super().forward(want, topk)
         return {name: torch.empty_like(x).index_copy_(0, order, x) for name, x in found.items()}
 
-    def _find(self, rows: int, y_nK: Tensor, out: RowStats, highest: list[Tensor]) -> None:
-        begin_sums = partial(self._begin_sums, y_nK, len(highest) and highest[0].shape[1])
-        for piece in self.in_stages(self.pieces(rows, rows), self.begin, begin_sums):
-            part, every = piece.part, [gathered.get() for gathered in piece.exchange]
-            parts = Sums.of(every[0].permute(1, 2, 0), self.asked)
-            stats_rows.merge_stats(parts, out.rows(part), self.ranks.vocab, y_nK[part])
-            if highest:
-                stats_topk.merge_highest(every[1], *(x[part] for x in highest))
+    def _find(self, rows: int, y_nK: Tensor, found: dict[str, Tensor]) -> None:
+        for piece in self.in_stages(self.pieces(rows, rows), self.begin, partial(self._begin_numbers, y_nK)):
+            for name, x in merged(piece.memory, piece.exchange.get()).items():
+                found[name][piece.part] = x
             del piece  # and with it its memory, when the next is made
 
-    def _begin_sums(self, y_nK: Tensor, topk: int, piece: Part) -> Part:
+    def _begin_numbers(self, y_nK: Tensor, piece: Part) -> Part:
         """Compute a piece's statistics of the classes here, and begin to exchange them."""
-        ranks, w_VD, transform, y_CK = self.ranks, self.weight_VD, self.transform, y_nK[piece.part]
-        x_CD = aligned_rows(piece.x_CD.get(), self.head.dtype)
-        self._sum_tiles(piece.part, x_CD)
-        new = x_CD.new_empty if self.width else x_CD.new_zeros
-        sent = new(3 + len(self.asked) + y_CK.shape[1], len(x_CD), dtype=torch.float32)
-        mine = Sums.of(sent[..., None], self.asked)
-        stats_rows.merge_stats(
-            self.sums, mine, self.width, y_CK, x_CD, w_VD, transform=transform, first_class=ranks.first
-        )
-        piece.exchange = [ranks.begin_gather(sent)]
-        if topk:
-            sent = stats_topk.shard_highest(x_CD, w_VD, self.sums, self.config, topk, ranks.first, transform)
-            piece.exchange.append(ranks.begin_gather(sent))
+        x_CD, y_CK = aligned_rows(piece.x_CD.get(), self.head.dtype), y_nK[piece.part]
+        C, found = len(y_CK), self._room(len(y_CK))
+        if not self.width:
+            for x in found.values():
+                x.zero_()
+        found["highest"] = self._new(C).fill_(-torch.inf)
+        if self.topk:
+            found["topk_values"] = self._new(C, self.topk).fill_(-torch.inf)
+            found["topk_ids"] = y_CK.new_zeros(C, self.topk)
+        if self.width:
+            self._numbers_of(x_CD, piece.part, y_CK, found)
+        piece.memory = found
+        piece.exchange = self.ranks.begin_gather(packed(found))
         return piece
 
 

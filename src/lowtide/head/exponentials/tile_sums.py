@@ -18,7 +18,11 @@ from lowtide.head.kernels.stats_rows import RowStats
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 
-SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean": "total"}  # what each needs of `stats_logits.tile_stats`
+SUMS = {
+    "entropy": "heat",
+    "sum_sq_prob": "squares",
+    "mean_logit": "total",
+}  # what each needs of `stats_logits.tile_stats`
 
 
 class TileStatistics(Exponentials):
@@ -32,55 +36,59 @@ class TileStatistics(Exponentials):
         self.y_nK = y_nK
 
     def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
-        """Return each row's "lse", "top", "top_logprob", "logprob" [n, K], and what is requested, float32.
+        """Return each row's "lse", "argmax", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
         Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
         are 0.
         """
-        (n, K), rows, new = self.y_nK.shape, self.plan.sum_rows, self.head.input.new_empty
-        wide = [name for name in SUMS if name in want]
-        of_each = new if self.count is None else self.head.input.new_zeros
-        found = {name: of_each(n, dtype=torch.float32) for name in ("lse", "top_logprob", *wide)}
-        found |= {"top": of_each(n, dtype=torch.int64), "logprob": of_each(n, K, dtype=torch.float32)}
-        out, highest = RowStats(**found), []
+        n, rows, new = len(self.y_nK), self.plan.sum_rows, self.head.input.new_empty
+        self.want, self.topk = [name for name in SUMS if name in want], topk
+        asked = [SUMS[name] for name in self.want]
+        self.sums = Sums.of(new(3 + len(asked), rows, self.tiles, dtype=torch.float32), asked)
+        found = self._room(n)
         if topk:
-            highest = [new(n, topk, dtype=dtype) for dtype in (torch.float32, torch.int64)]
-            found |= zip(("topk_values", "topk_ids"), highest, strict=True)
-        self.asked = [SUMS[name] for name in wide]
-        self.sums = Sums.of(new(3 + len(self.asked), rows, self.tiles, dtype=torch.float32), self.asked)
-        self._find(rows, self.y_nK.clamp(min=0).contiguous(), out, highest)
+            found |= {"topk_values": new(n, topk, dtype=torch.float32), "topk_ids": new(n, topk, dtype=torch.int64)}
+        self._find(rows, self.y_nK.clamp(min=0).contiguous(), found)
         return found
 
-    def _find(self, rows: int, y_nK: Tensor, out: RowStats, highest: list[Tensor]) -> None:
-        """Write all rows' statistics, so many rows at a time."""
-        w_VD, transform = self.weight_VD, self.transform
-        for piece in self.chunks(rows):
-            part, x_CD = piece.part, piece.x_CD
-            self._sum_tiles(part, x_CD)
-            stats_rows.merge_stats(
-                self.sums, out.rows(part), self.width, y_nK[part], x_CD, w_VD, transform=transform,
-                used=self.used(part),
-            )  # fmt: skip
-            if highest:
-                values, ids = (x[part] for x in highest)
-                stats_topk.highest_logits(x_CD, w_VD, self.sums, self.config, values, ids, transform=transform)
-            del piece, x_CD  # before the next are made
+    def _room(self, n: int) -> dict[str, Tensor]:
+        """Return memory for the numbers of n rows."""
+        new = self.head.input.new_empty if self.count is None else self.head.input.new_zeros
+        found = {name: new(n, dtype=torch.float32) for name in ("lse", "top_logprob", *self.want)}
+        found["argmax"] = new(n, dtype=torch.int64)
+        return found | {"logprob": new(n, self.y_nK.shape[1], dtype=torch.float32)}
 
-    def _sum_tiles(self, part: slice, x_CD: Tensor) -> None:
-        if self.width:
-            tile, used = stats_logits.tile_stats, self.used(part)
-            gemm_tiles(tile, x_CD, self.weight_VD, None, self.sums, self.transform, self.config, used=used)
+    def _find(self, rows: int, y_nK: Tensor, found: dict[str, Tensor]) -> None:
+        """Write all rows' statistics, so many rows at a time."""
+        for piece in self.chunks(rows):
+            part = piece.part
+            self._numbers_of(piece.x_CD, part, y_nK[part], {name: x[part] for name, x in found.items()})
+            del piece  # before the next is made
+
+    def _numbers_of(self, x_CD: Tensor, part: slice, y_CK: Tensor, found: dict[str, Tensor]) -> None:
+        """Write a piece's statistics, of the classes here."""
+        ranks, w_VD, used = self.head.ranks, self.weight_VD, self.used(part)
+        gemm_tiles(stats_logits.tile_stats, x_CD, w_VD, None, self.sums, self.transform, self.config, used=used)
+        out = RowStats(**{name: x for name, x in found.items() if name in RowStats._fields})
+        stats_rows.merge_stats(
+            self.sums, out, y_CK, x_CD, w_VD, transform=self.transform, first_class=ranks.first, vocab=ranks.vocab,
+            used=used,
+        )  # fmt: skip
+        if self.topk:
+            k = min(self.topk, self.width)
+            values, ids = stats_topk.highest_logits(x_CD, w_VD, self.sums, self.config, k, self.transform)
+            found["topk_values"][:, :k], found["topk_ids"][:, :k] = values, ids.add_(ranks.first)
 
     def gradients(self, known: dict[str, Tensor], upstream: dict[str, Tensor], into: Gradients) -> None:
         """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""
         C, device = self.plan.chunk_rows, self.head.input.device
-        names = ["lse", "top", "top_logprob"]
+        names = ["lse", "argmax", "top_logprob"]
         names += [name for name in ("entropy", "logprob") if name in upstream]
         self.known = RowStats(**{name: known[name].contiguous() for name in names})
         self.upstream = RowStats(**{name: x.float().contiguous() for name, x in upstream.items()})
         K = self.y_nK.shape[1] if "logprob" in upstream else 0
         self._targets = self.y_nK.int().contiguous() if K else None
-        self.entries = Entries.empty(C, K, device, heat="entropy" in upstream, even="mean" in upstream)
+        self.entries = Entries.empty(C, K, device, heat="entropy" in upstream, even="mean_logit" in upstream)
         if into.weight_VD is not None and not self.plan.chunks:
             into.weight_VD.zero_()
         self.recompute(into)

@@ -1,5 +1,5 @@
 """Single passes over tokens or gradients: select the valid tokens, put them first, take their hidden states; scale a
-gradient, copy autograd's to an operand.
+gradient.
 
 N tokens, c rows of a piece of a chunk, V vocabulary.
 """
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lowtide.head.kernels.exp_terms import block_of
 from lowtide.head.kernels.gemm import Used, counted_rows, rows_in_tiles
-from lowtide.head.rows import places_in
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 SELECT_BLOCK, SCALE_BLOCK = 1024, 4096
@@ -147,11 +146,10 @@ def take_counted(x: Tensor, index_C: Tensor, used: Used, out_CD: Tensor) -> None
     Those of `Used`; zeros in the rest of the last tile that has any, and nothing beyond.
     """
     axes, (C, D) = _two_axes(x), out_CD.shape
-    if axes is None and used.number is not None:
-        x = x[None] if x.dim() == 1 else x
-        counts = torch.arange(C, device=x.device) < used.number - used.first
-        out_CD.copy_(x[places_in(x.shape[:-1], index_C)].where(counts[:, None], 0))
-    elif C:
+    if axes is None:
+        x = x.contiguous()
+        axes = _two_axes(x)
+    if C:
         _take_counted[(C,)](x, axes, index_C, out_CD, used, C, D, BLOCK=block_of(D), num_warps=4)
 
 
@@ -202,18 +200,3 @@ def scale_(x: Tensor, factor: Tensor, *, zeros_stay: bool = False) -> None:
         # where the factor is 1, launching a program a block would take longest
         programs = min(total, SCALE_PROGRAMS * multiprocessors(x.device))
         _scale[(programs,)](x, factor, columns, blocks, total, programs, ZEROS_STAY=zeros_stay, BLOCK=SCALE_BLOCK)
-
-
-def bias_sums(_most_rows: int, V: int, device: torch.device) -> Tensor:
-    """Return zeros [1, V] for `put_logit_grad` to add a bias's gradient to."""
-    return torch.zeros(1, V, device=device)
-
-
-def put_logit_grad(g_cV: Tensor, scale: Tensor | None, out_cV: Tensor, sums_PV: Tensor | None) -> None:
-    """Write ``scale * g`` to ``out_cV``, in its dtype, and add its column sums to ``sums_PV``, from `bias_sums`."""
-    if sums_PV is not None:
-        sums_PV += g_cV.sum(0) if scale is None else g_cV.sum(0) * scale
-    if scale is None:
-        out_cV.copy_(g_cV)
-    else:
-        torch.mul(g_cV, scale, out=out_cV)

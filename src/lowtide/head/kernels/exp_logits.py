@@ -7,6 +7,7 @@ Two kernels: `exp_tile` for a whole chunk, `shifted_exp_logits` for the few rows
 their target's logit, whose number only the device knows.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import triton
@@ -18,16 +19,6 @@ from lowtide.head.kernels.gemm import LOG2E, LogitTransform, finish_logits, gath
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 
-class Stored(NamedTuple):
-    """What takes the row sums of each tile of E as it is stored [C, P], float32, without the targets' entries."""
-
-    squares: Tensor | None = None  # of its squares
-    masses: Tensor | None = None  # of its entries, where a cap makes them others than exp(z - reference)
-
-
-NOT_STORED = Stored()
-
-
 class ExpRows(NamedTuple):
     """What the kernels read and write for each row."""
 
@@ -37,15 +28,15 @@ class ExpRows(NamedTuple):
     sums: Tensor | None  # [C, P] float32: takes each tile's row sums of exp(z - reference), the target left out
     sum_stride: int  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
     first_class: int  # that of W's first row
-    squares: Tensor | None = None  # both from `Stored`, of the same stride
-    masses: Tensor | None = None
+    squares: Tensor | None = None  # as sums, of the squares of E as it is stored
+    masses: Tensor | None = None  # and of its entries, where a cap makes them others than exp(z - reference)
 
     @classmethod
     def of(
         cls, reference_C: Tensor, y_C: Tensor, sums: Tensor | None, coefficient_C: Tensor | None = None,
-        first: int = 0, stored: Stored = NOT_STORED,
+        first: int = 0, stored: Iterable[Tensor] = (),
     ) -> "ExpRows":  # fmt: skip
-        """Return the record of these."""
+        """Return the record of these; ``stored``: squares, or squares and masses, of the sums' stride."""
         return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first, *stored)
 
 

@@ -45,12 +45,10 @@ from lowtide.head.kernels.hopper import (
     gl,
     gluon,
     hopper_descriptor,
-    load_tile,
-    mbarrier,
+    load_stage,
+    multiply,
     store_tile,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from lowtide.kernel_launch import Launcher, multiprocessors
 
@@ -58,7 +56,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 PIECE = gl.constexpr(128)  # columns stored at a time: two pieces share a buffer
 DEPTH = gl.constexpr(64)
 GROUP = gl.constexpr(16)  # row tiles that share a part of W in cache
-STAGES_LOG2 = gl.constexpr(2)
 STAGES = gl.constexpr(4)
 
 
@@ -88,28 +85,16 @@ def _tile_at(tile, listed, C, V):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _stage_and_phase(step):  # type: ignore[no-untyped-def]
-    """Return where a step's operands lie, and the parity of how often others lay there before."""
-    return step & (STAGES - 1), (step >> STAGES_LOG2) & 1
-
-
-@gluon.jit
 def _produce(x_d, w_d, stages, listed, C, V, D):  # type: ignore[no-untyped-def]
     """Load the stages. What is outside of x and w is read as zeros, and counts as bytes that arrived."""
-    x_s, w_s, full, empty = stages
     tiles = _number_of_tiles(listed, C, V)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row_tile, p = _tile_at(tile, listed, C, V)
         row = row_tile * (2 * ROWS)
         for k in range(gl.cdiv(D, DEPTH)):
-            stage, phase = _stage_and_phase(step)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            loaded = full.index(stage)
-            mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
-            load_tile(x_d, [row, k * DEPTH], loaded, x_s.index(2 * stage))
-            load_tile(x_d, [row + ROWS, k * DEPTH], loaded, x_s.index(2 * stage + 1))
-            load_tile(w_d, [p * COLUMNS, k * DEPTH], loaded, w_s.index(stage))
+            above, below = [row, k * DEPTH], [row + ROWS, k * DEPTH]
+            load_stage(stages, step, x_d, above, below, w_d, [p * COLUMNS, k * DEPTH], STAGES, DEPTH)
             step += 1
 
 
@@ -118,7 +103,6 @@ def _consume(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr, e_d, e_s, stages, rows_of, listed, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
 ):
     """Multiply, and finish, the HALF-th ROWS rows of each tile."""
-    x_s, w_s, full, empty = stages
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     tiles = _number_of_tiles(listed, C, V)
@@ -134,15 +118,7 @@ def _consume(  # type: ignore[no-untyped-def]
         reference = gl.load(rows_of.reference + rows, mask=rows < C, other=0.0)
 
         z = gl.zeros([ROWS, COLUMNS], gl.float32, whole)
-        for k in range(gl.cdiv(D, DEPTH)):
-            stage, phase = _stage_and_phase(step)
-            mbarrier.wait(full.index(stage), phase)
-            w = w_s.index(stage).permute((1, 0))
-            z = warpgroup_mma(x_s.index(2 * stage + HALF), w, z, use_acc=k > 0, is_async=True)
-            z = warpgroup_mma_wait(0, deps=(z,))
-            barrier()  # a warp's wait is for its own rows, and one thread arrives for all four
-            mbarrier.arrive(empty.index(stage), count=1)
-            step += 1
+        z, step = multiply(z, step, gl.cdiv(D, DEPTH), stages, None, HALF, "b", STAGES, False)
 
         kept = y >= 0
         reference = gl.where(kept, reference * LOG2E, float("inf"))

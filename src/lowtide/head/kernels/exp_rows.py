@@ -11,11 +11,10 @@ token's factor:
     coefficient at the target = f_y ((a Q / V + 2 u lse) e - (1 - a) q_y r) / k,     f_y = 1 - (t / softcap)^2
     dX = s (E W) - m g (a / V) sum_v q_v w_v
 
-Where each rank holds some of the classes, t is every rank's, and each sends two numbers a row of its own classes, the
-target left out: the sum of exp(z_v - t), and its logarithm plus t, their logsumexp. A row whose sum left the safe range
-on this rank gets the second from its highest logit, which is found before the exchange; then no other exchange is
-needed, whatever the sums come to. A row whose whole sum left it is finished from the logsumexps, with E relative to the
-whole row's: R = lse, e = exp(t - lse), r = 1 - e.
+Where each rank holds some of the classes, t is every rank's, and each sends the logsumexp less t of its own classes,
+the target left out. A row whose sum left the safe range on this rank gets it from its highest logit, which is found
+before the exchange; then no other exchange is needed, whatever the sums come to. A row whose whole sum left it is
+finished with E relative to the whole row's: R = lse, e = exp(t - lse), r = 1 - e.
 
 In all of these ``x_CD`` are hidden states; ``w_VD`` this rank's weight; ``y_C`` (int32) the target's row of it, or
 anything beyond where another rank has the class, or -1 where ignored; ``factor_C`` g, float32; ``scaled_CD`` takes s x,
@@ -71,6 +70,19 @@ def _sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
     return tl.sum(sums, 0)
 
 
+@triton.jit
+def _finite(t):  # type: ignore[no-untyped-def]
+    """What ranks measure a row's sum from: the target's logit, 0 where that is no number."""
+    return tl.where(tl.abs(t) < float("inf"), t, 0.0)
+
+
+@triton.jit
+def _list(rows, i):  # type: ignore[no-untyped-def]
+    """Put a row on the list of those to be done again."""
+    slot = tl.atomic_add(rows.listed_count, 1)
+    tl.store(rows.listed + slot, i.to(tl.int32))
+
+
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _target_logits(  # type: ignore[no-untyped-def]
@@ -109,18 +121,16 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BL
         i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
     if alive:
         r = _sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
+        t = tl.load(rows.target_logit + i)
         if SHIFTED:
-            tl.store(sent_ptr + C + i, from_ordered(tl.load(rows.highest + i)) + tl.log(r))
+            tl.store(sent_ptr + i, (from_ordered(tl.load(rows.highest + i)) - _finite(t)) + tl.log(r))
         else:
             kept = tl.load(y_ptr + i) >= 0
-            t = tl.load(rows.target_logit + i)
-            tl.store(sent_ptr + i, tl.where(kept, r, 0.0))
-            tl.store(sent_ptr + C + i, tl.where(kept, t + tl.log(r), float("-inf")))
+            tl.store(sent_ptr + i, tl.where(kept, tl.log(r), float("-inf")))
             if kept:
                 if out_of_range(r, t):
                     tl.store(rows.highest + i, to_ordered(t))
-                    slot = tl.atomic_add(rows.listed_count, 1)
-                    tl.store(rows.listed + slot, i.to(tl.int32))
+                    _list(rows, i)
             elif (r != 0.0) & (i < rows_in_tiles(used, C)):  # noqa: SIM102 (decided when run, the other when compiled)
                 if e_ptr is not None:
                     _zero_row(e_ptr + i * e_stride, V, BLOCK)
@@ -149,23 +159,20 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         kept = y >= 0
         y = tl.where(kept, y, 0)
         t = tl.load(rows.target_logit + i)
-        if not RANKS:
-            r = _sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
-        elif not SHIFTED:
-            r = tl.load(sum_ptr + i)
+        if RANKS:  # the logsumexp of all their classes but the target, less t
+            top = tl.load(sum_ptr + i)
             for rank in range(1, parts):
-                r += tl.load(sum_ptr + 2 * rank * C + i)
-        if RANKS:  # the logsumexp of all their classes but the target
-            top = tl.load(sum_ptr + C + i)
+                top = tl.maximum(top, tl.load(sum_ptr + rank * C + i))
+            total = tl.exp(tl.load(sum_ptr + i) - top)
             for rank in range(1, parts):
-                top = tl.maximum(top, tl.load(sum_ptr + (2 * rank + 1) * C + i))
-            total = tl.exp(tl.load(sum_ptr + C + i) - top)
-            for rank in range(1, parts):
-                total += tl.exp(tl.load(sum_ptr + (2 * rank + 1) * C + i) - top)
+                total += tl.exp(tl.load(sum_ptr + rank * C + i) - top)
             others = tl.where(top == float("-inf"), top, top + tl.log(total))
-            gap = others - t
+            gap = others + (_finite(t) - t)
             more = log1p(tl.exp(-tl.abs(gap)))
-            lse = tl.where(gap > 0.0, others, t) + more
+            lse = tl.where(gap > 0.0, _finite(t) + others, t) + more
+            r = tl.exp(gap)
+        else:
+            r = _sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
         if not SHIFTED:
             if RANKS:
                 tl.store(rows.highest + i, to_ordered(lse))
@@ -223,8 +230,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             if kept & wrong:
                 if not RANKS:
                     tl.store(rows.highest + i, to_ordered(t))
-                slot = tl.atomic_add(rows.listed_count, 1)
-                tl.store(rows.listed + slot, i.to(tl.int32))
+                _list(rows, i)
 
 
 @Launcher
@@ -296,10 +302,10 @@ def target_logits(
 
 
 def sum_rows(
-    sum_CP: Tensor, y_C: Tensor, rows: Reports, sums_2C: Tensor, *, e_CV: Tensor | None = None, shifted: bool = False,
+    sum_CP: Tensor, y_C: Tensor, rows: Reports, lse_C: Tensor, *, e_CV: Tensor | None = None, shifted: bool = False,
     used: Used = ALL,
 ) -> None:  # fmt: skip
-    """Write what this rank sends of its classes: each row's sum, 0 where ignored, and its logsumexp.
+    """Write what this rank sends of its classes but the target: each row's logsumexp less t, -inf where ignored.
 
     Rows whose sums left the safe range here go on the list, which is empty before, and where E is stored ignored rows
     that are no numbers become 0. With ``shifted`` the listed rows alone get a new logsumexp, from sums relative to
@@ -307,7 +313,7 @@ def sum_rows(
     """
     C, P = sum_CP.shape
     _sum_rows[(C,)](
-        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, used, C, SHIFTED=shifted, BLOCK=block_of(P), num_warps=4
+        matrix(sum_CP), y_C, matrix(e_CV), lse_C, rows, used, C, SHIFTED=shifted, BLOCK=block_of(P), num_warps=4
     )  # fmt: skip
 
 
@@ -318,7 +324,7 @@ def finish_rows(
     """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
 
     That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
-    list, which is empty before. ``sums`` are the GEMM's [C, P], or every rank's from `sum_rows` [W, 2, C], contiguous;
+    list, which is empty before. ``sums`` are the GEMM's [C, P], or every rank's from `sum_rows` [W, 1, C], contiguous;
     ``rows`` hold the target's logit, and with smoothing the weighted sum of all logits, and take the results.
     ``e_CV`` is given with a factor, where this rank has classes; ``scaled_CD`` may be ``x_CD`` itself. With
     ``shifted`` the listed rows alone are done:

@@ -81,23 +81,14 @@ def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-un
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
 
 
-@triton.jit
-def _entry(targets, w, i, k, first_class, V):  # type: ignore[no-untyped-def]
-    """What the k-th target's entry lost in rounding, and where its row of W is; 0 where that is not here."""
-    y_ptr, y_stride, rest_ptr, K = targets
-    w_ptr, w_stride, _ = w
-    y = tl.load(y_ptr + i * y_stride + k).to(tl.int64) - first_class
-    here = (y >= 0) & (y < V)
-    return tl.where(here, tl.load(rest_ptr + i * K + k), 0.0), w_ptr + tl.where(here, y, 0) * w_stride
-
-
 @Launcher
 @triton.jit(do_not_specialize=["first_class", "C"])  # type: ignore[untyped-decorator]
 def _finish_input_grad(  # type: ignore[no-untyped-def]
-    product_ptr, out_ptr, to_ptr, w, s_ptr, targets, even, used, C, first_class, V, D, K, ONE: tl.constexpr,
-    BLOCK: tl.constexpr
+    product_ptr, out_ptr, to_ptr, w, s_ptr, targets, even, used, C, first_class, V, D, BLOCK: tl.constexpr
 ):  # fmt: skip
     """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k) - m g (a / V) sum_v q_v w_v."""
+    y_ptr, y_stride, rest_ptr, K = targets
+    w_ptr, w_stride, _ = w
     uniform_ptr, g_ptr, scale_ptr, share = even
     i = tl.program_id(0).to(tl.int64)
     to = i
@@ -107,11 +98,8 @@ def _finish_input_grad(  # type: ignore[no-untyped-def]
     counts = i < counted_rows(used, C)  # otherwise the product was not computed, and the row is 0
     s = tl.where(counts, tl.load(s_ptr + i), 0.0)
     end = tl.where(counts, D, 0)
-    if ONE:
-        rest, w_row = _entry(targets, w, i, 0, first_class, V)
-        rest = tl.where(counts, rest, 0.0)
     if uniform_ptr is not None:
-        kept = counts & (tl.load(targets[0] + i) >= 0)
+        kept = counts & (tl.load(y_ptr + i) >= 0)
         share *= tl.load(g_ptr + i)
         if scale_ptr is not None:
             share *= tl.load(scale_ptr)
@@ -120,9 +108,10 @@ def _finish_input_grad(  # type: ignore[no-untyped-def]
         inside = at < D
         grad = tl.load(product_ptr + i * D + at, mask=at < end, other=0.0)
         for k in range(K):
-            if not ONE:
-                rest, w_row = _entry(targets, w, i, k, first_class, V)
-                rest = tl.where(counts, rest, 0.0)
+            y = tl.load(y_ptr + i * y_stride + k).to(tl.int64) - first_class
+            here = counts & (y >= 0) & (y < V)
+            rest = tl.where(here, tl.load(rest_ptr + i * K + k), 0.0)
+            w_row = w_ptr + tl.where(here, y, 0) * w_stride
             extent = tl.where(rest == 0.0, 0, D)  # where nothing was lost infinity times 0 would be NaN
             grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
         grad = tl.where(s == 0.0, 0.0, grad * s)
@@ -148,8 +137,7 @@ def finish_input_grad(
     K = (rest_CK.shape[1] if rest_CK.dim() > 1 else 1) if V else 0  # there may be room for more rows
     _finish_input_grad[(C,)](
         product_CD, out_CD, to_C, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, used, C, first_class,
-        V, D, K,
-        ONE=K == 1, BLOCK=block_of(D), num_warps=4,
+        V, D, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 

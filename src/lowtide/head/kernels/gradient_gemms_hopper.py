@@ -125,7 +125,7 @@ def _consume_input(  # type: ignore[no-untyped-def]
     for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
         row, column, _, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
         z = gl.zeros([ROWS, COLUMNS], gl.float32, whole_layout)
-        z, step = multiply(z, step, steps, stages, None, HALF, False, STAGES, DEEP)
+        z, step = multiply(z, step, steps, stages, None, HALF, None, STAGES, DEEP)
         number = unit - whole  # among the parts
         arrived = room.arrived + 2 * (number % rest)
         if number >= 0 and number < rest * (parts - 1):
@@ -178,11 +178,11 @@ def weight_tile(  # type: ignore[no-untyped-def]
     buffer = out_s.index(HALF)
     z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     if ADD:
-        z, step = multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
+        z, step = multiply(z, step, steps, stages, old_empty, HALF, "a", STAGES, DEEP)
         mbarrier.wait(old_full.index(HALF), done & 1)
         z += buffer.load(layout).to(gl.float32)
     else:
-        z, step = multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
+        z, step = multiply(z, step, steps, stages, None, HALF, "a", STAGES, DEEP)
         tma.store_wait(0)
     barrier()
     buffer.store(z.to(out_d.dtype))

@@ -36,33 +36,7 @@ except (ImportError, AttributeError) as error:  # no kernel of these can run: se
     fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
     load_tile = store_tile = barrier = TensorDescriptor = None
 
-__all__ = [
-    "COLUMNS",
-    "CONSUMER_REGISTERS",
-    "GLUON_ERROR",
-    "LEAVE",
-    "PIECE",
-    "PRODUCER_REGISTERS",
-    "ROWS",
-    "TensorDescriptor",
-    "barrier",
-    "barriers",
-    "counted",
-    "fence_async_shared",
-    "gl",
-    "gluon",
-    "hopper_descriptor",
-    "load_stage",
-    "load_tile",
-    "mbarrier",
-    "multiply",
-    "pieces_of",
-    "stage_and_phase",
-    "store_tile",
-    "tma",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
-]
+__all__ = ["TensorDescriptor", "fence_async_shared", "gl", "gluon", "mbarrier", "tma"]  # of Gluon's
 
 ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
 COLUMNS = gl.constexpr(256)
@@ -83,14 +57,19 @@ def multiply(  # type: ignore[no-untyped-def]
     z, step, steps, stages, old_empty, HALF: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
     DEEP: gl.constexpr
 ):  # fmt: skip
-    """Add the next ``steps`` steps' products to z; return it and the next step. DEEP: a product runs on meanwhile."""
+    """Add the next ``steps`` steps' products to z; return it and the next step. DEEP: a product runs on meanwhile.
+
+    TRANSPOSED: "a" or "b", the operand that is stored the other way round; None: neither.
+    """
     a_s, b_s, full, empty = stages
     for k in range(steps):
         stage, phase = stage_and_phase(step, STAGES)
         mbarrier.wait(full.index(stage), phase)
         a = a_s.index(2 * stage + HALF)
-        if TRANSPOSED:
+        if TRANSPOSED == "a":
             z = warpgroup_mma(a.permute((1, 0)), b_s.index(stage), z, use_acc=k > 0, is_async=True)
+        elif TRANSPOSED == "b":
+            z = warpgroup_mma(a, b_s.index(stage).permute((1, 0)), z, use_acc=k > 0, is_async=True)
         else:
             z = warpgroup_mma(a, b_s.index(stage), z, use_acc=k > 0, is_async=True)
         if old_empty is not None:  # noqa: SIM102 - known when compiled

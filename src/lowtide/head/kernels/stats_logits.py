@@ -22,27 +22,23 @@ NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 
 
 class Sums(NamedTuple):
-    """A row's sums over parts of its classes, tiles or ranks [C, P]: float32, None if not requested."""
+    """A row's sums over the tiles of its classes [C, P]: float32, None if not requested."""
 
     top: Tensor  # the highest logit
     id: Tensor  # int32: its class
-    rest: Tensor  # over the part's other classes, of exp(z - top),
+    rest: Tensor  # over the tile's other classes, of exp(z - top),
     heat: Tensor | None  # of exp(z - top) (z - top),
     squares: Tensor | None  # and of exp(z - top)^2
     total: Tensor | None  # of all z
-    logit: Tensor | None  # [K, C, P]: each target's, 0 in the parts that lack it
     P: int
-    plane: int  # strides, from one of these to the next,
-    row: int
-    part: int
+    row: int  # stride
 
     @classmethod
     def of(cls, planes_FCP: Tensor, asked: Collection[str]) -> "Sums":
         """Return as many of them as there are planes, those beyond ``rest`` that are ``asked`` for among them."""
         top, top_id, rest, *others = planes_FCP
         heat, squares, total = (others.pop(0) if name in asked else None for name in ("heat", "squares", "total"))
-        logit, P = others[0] if others else None, planes_FCP.shape[2]
-        return cls(top, top_id.view(torch.int32), rest, heat, squares, total, logit, P, *planes_FCP.stride())
+        return cls(top, top_id.view(torch.int32), rest, heat, squares, total, planes_FCP.shape[2], planes_FCP.stride(1))
 
 
 class Entries(NamedTuple):
@@ -93,20 +89,6 @@ def _piece_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-u
     return rest, heat, squares
 
 
-@triton.jit
-def put_sums(sums, at, top, top_id, rest, heat, squares, total, inside):  # type: ignore[no-untyped-def]
-    """Store as many of these as `Sums` has."""
-    tl.store(sums.top + at, top, mask=inside)
-    tl.store(sums.id + at, top_id, mask=inside)
-    tl.store(sums.rest + at, rest, mask=inside)
-    if sums.heat is not None:
-        tl.store(sums.heat + at, heat, mask=inside)
-    if sums.squares is not None:
-        tl.store(sums.squares + at, squares, mask=inside)
-    if sums.total is not None:
-        tl.store(sums.total + at, total, mask=inside)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write a tile's `Sums`, an epilogue of `gemm.gemm_tiles`.
@@ -132,10 +114,17 @@ def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CO
     rest, heat, squares = _piece_sums(left, at_left, reference, top_id, sums, transform)
     more_rest, more_heat, more_squares = _piece_sums(right, at_right, reference, top_id, sums, transform)
     rows = row + tl.arange(0, CONFIG.rows)
-    put_sums(
-        sums, rows.to(tl.int64) * sums.row + p, top, top_id, rest + more_rest, heat + more_heat,
-        squares + more_squares, total, rows < C,
-    )  # fmt: skip
+    at = rows.to(tl.int64) * sums.row + p
+    inside = rows < C
+    tl.store(sums.top + at, top, mask=inside)
+    tl.store(sums.id + at, top_id, mask=inside)
+    tl.store(sums.rest + at, rest + more_rest, mask=inside)
+    if sums.heat is not None:
+        tl.store(sums.heat + at, heat + more_heat, mask=inside)
+    if sums.squares is not None:
+        tl.store(sums.squares + at, squares + more_squares, mask=inside)
+    if sums.total is not None:
+        tl.store(sums.total + at, total, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

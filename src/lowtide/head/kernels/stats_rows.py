@@ -1,12 +1,11 @@
 """The operations after the GEMMs of `stats_logits`: a program per row, over [C, P], [C, D] or [C, K].
 
-C rows of a chunk, D hidden size, V vocabulary, P parts of it, tiles or ranks, K targets a row. Classes count among
-those of all ranks.
+C rows of a chunk, D hidden size, V vocabulary, P tiles across it, K targets a row. Classes count among those of all
+ranks.
 """
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,20 +22,21 @@ from lowtide.head.kernels.gemm import (
     matrix,
     rows_in_tiles,
 )
-from lowtide.head.kernels.stats_logits import FLOOR, Entries, Sums, put_sums
+from lowtide.head.kernels.stats_logits import FLOOR, Entries, Sums
 from lowtide.kernel_launch import Launcher, power_of_2
 
 
 class RowStats(NamedTuple):
-    """Numbers of each row [C], float32 but for ``top``, or the upstream gradients of these; None where not wanted."""
+    """Numbers of each row [C], float32 but for ``argmax``, or the upstream gradients of these; None: not wanted."""
 
     lse: Tensor | None = None
-    top: Tensor | None = None  # int64: the highest class
-    top_logprob: Tensor | None = None
+    argmax: Tensor | None = None  # int64: the highest class
+    top_logprob: Tensor | None = None  # of that
     logprob: Tensor | None = None  # [C, K], of the targets
     entropy: Tensor | None = None
     sum_sq_prob: Tensor | None = None
-    mean: Tensor | None = None  # of the logits
+    mean_logit: Tensor | None = None
+    highest: Tensor | None = None  # logit
 
     def rows(self, part: slice) -> "RowStats":
         """Return those of some of the rows."""
@@ -44,96 +44,78 @@ class RowStats(NamedTuple):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C", "first_class"])  # type: ignore[untyped-decorator]
 def _merge_stats(  # type: ignore[no-untyped-def]
-    parts, out, told, y_ptr, x, w, used, transform, first_class, C, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    tiles, out, y_ptr, x, w, used, transform, first_class, C, V, K, vocab, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """See `merge_stats`: sums about the highest logit of all parts; ``told`` gets the fields that ``out`` lacks."""
+    """See `merge_stats`: sums about the highest logit of all tiles."""
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
     if i >= counted_rows(used, C):
         return
     p = tl.arange(0, WIDTH)
-    inside = p < parts.P
-    at = i * parts.row + p * parts.part
-    ids = tl.load(parts.id + at, mask=inside, other=V)
-    tops = tl.load(parts.top + at, mask=inside, other=float("-inf"))
+    inside = p < tiles.P
+    at = i * tiles.row + p
+    ids = tl.load(tiles.id + at, mask=inside, other=V)
+    tops = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
     top = tl.max(tops, 0)
     top_id = tl.min(tl.where(tops == top, ids, V), 0)
     winner = tl.min(tl.where(tops == top, p, WIDTH), 0)
     below = tops - tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp(below)
-    own = tl.where(p == winner, 0.0, 1.0)  # each other part's highest class is one of the rest
-    in_part = tl.load(parts.rest + at, mask=inside, other=0.0) + own
-    rest = tl.sum(tl.where(inside, weight * in_part, 0.0), 0)
-    heat, squares, total = rest, rest, rest
-    if parts.heat is not None:
-        terms = weight * (tl.load(parts.heat + at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_part)
+    own = tl.where(p == winner, 0.0, 1.0)  # each other tile's highest class is one of the rest
+    in_tile = tl.load(tiles.rest + at, mask=inside, other=0.0) + own
+    rest = tl.sum(tl.where(inside, weight * in_tile, 0.0), 0)
+    rest += top - top  # NaN where that is not finite
+    spread = log1p(rest)
+    tl.store(out.lse + i, tl.where(tl.abs(top) == float("inf"), top, top + spread))
+    tl.store(out.argmax + i, first_class + tl.minimum(top_id, V - 1).to(tl.int64))
+    tl.store(out.top_logprob + i, -spread)
+    if out.highest is not None:
+        tl.store(out.highest + i, top)
+    if tiles.heat is not None:
+        terms = weight * (tl.load(tiles.heat + at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_tile)
         heat = tl.sum(tl.where(inside & (weight > 0.0), terms, 0.0), 0)
-    if parts.squares is not None:
-        terms = weight * weight * (tl.load(parts.squares + at, mask=inside, other=0.0) + own)
+        tl.store(out.entropy + i, spread - heat / (1.0 + rest))
+    if tiles.squares is not None:
+        terms = weight * weight * (tl.load(tiles.squares + at, mask=inside, other=0.0) + own)
         squares = tl.sum(tl.where(inside, terms, 0.0), 0)
-    if parts.total is not None:
-        total = tl.sum(tl.load(parts.total + at, mask=inside, other=0.0), 0)
-    if out.lse is None:
-        put_sums(told, i * told.row, top, first_class + top_id, rest, heat, squares, total, None)
-    else:
-        rest += top - top  # NaN where that is not finite
-        spread = log1p(rest)
-        tl.store(out.lse + i, tl.where(tl.abs(top) == float("inf"), top, top + spread))
-        tl.store(out.top + i, tl.minimum(top_id, V - 1).to(tl.int64))
-        tl.store(out.top_logprob + i, -spread)
-        if out.entropy is not None:
-            tl.store(out.entropy + i, spread - heat / (1.0 + rest))
-        if out.sum_sq_prob is not None:
-            tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
-        if out.mean is not None:
-            tl.store(out.mean + i, total / V)
+        tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
+    if tiles.total is not None:
+        tl.store(out.mean_logit + i, tl.sum(tl.load(tiles.total + at, mask=inside, other=0.0), 0) / vocab)
     if y_ptr is not None:
         for k in range(K):
-            y = tl.load(y_ptr + i * K + k).to(tl.int64)
-            if parts.logit is not None:  # the sum of what the parts have of it
-                t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
-            else:
-                if out.lse is None:
-                    y -= first_class
-                    here = (y >= 0) & (y < V)
-                    y = tl.where(here, y, 0)
-                t = finish_logits(dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK), y, V, transform)
-            if out.lse is None:
-                tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
-            else:
-                tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - top) - spread))
+            y = tl.load(y_ptr + i * K + k).to(tl.int64) - first_class
+            here = (y >= 0) & (y < V)
+            row = w_ptr + tl.where(here, y, 0) * w_stride
+            t = finish_logits(dot(x_ptr + i * x_stride, row, D, BLOCK), tl.where(here, y, 0), V, transform)
+            logprob = tl.where(y == top_id, -spread, (t - top) - spread)
+            tl.store(out.logprob + i * K + k, tl.where(here, logprob, float("-inf")))
 
 
 def merge_stats(
-    parts: Sums, out: RowStats | Sums, V: int, y_CK: Tensor, x_CD: Tensor | None = None, w_VD: Tensor | None = None, *,
-    transform: LogitTransform = PLAIN, first_class: int = 0, used: Used = ALL,
+    tiles: Sums, out: RowStats, y_CK: Tensor, x_CD: Tensor, w_VD: Tensor, *, transform: LogitTransform = PLAIN,
+    first_class: int = 0, vocab: int, used: Used = ALL,
 ) -> None:  # fmt: skip
-    """Turn sums over tiles or ranks into the numbers of each row, or into sums of one part, to send to ranks.
+    """Turn sums over tiles into the numbers of each row.
 
     With M the highest logit and over the other classes R the sum of exp(z - M), H of exp(z - M) (z - M), S of
     exp(z - M)**2:
 
         lse = M + log1p(R)    entropy = log1p(R) - H / (1 + R)   sum p^2 = (1 + S) / (1 + R)^2    log p_y = t - lse
 
-    Where the vocabulary is sharded, each rank merges its tiles into a `Sums` of one part; all ranks' are gathered, and
-    merged as tiles are. ``parts`` have the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob,
-    total for the mean. ``out`` takes the numbers, contiguous, at least those before ``logprob`` and with targets that,
-    too; or the sums, and the logits of the targets that are here. V counts the classes of all parts; a rank may have
-    none. ``y_CK`` are int64, contiguous and valid. Where the parts lack the targets' logits, x, W, the transform and
-    the class of W's first row make them. Rows that are not `Used` are left as they are.
+    ``tiles`` have the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob, total for the mean.
+    ``out``, contiguous, has at least lse, argmax and top_logprob, and with targets logprob. Where the vocabulary is
+    sharded, all are of this rank's classes, ``first_class`` and on, only the mean is a part of that of all ``vocab``:
+    `terms.statistics.merged` puts every rank's together. ``y_CK`` are int64, contiguous and valid; a target of another
+    rank has log-probability -inf. Rows that are not `Used` are left as they are.
     """
-    (C, K), D = y_CK.shape, 1 if x_CD is None else x_CD.shape[1]
-    numbers, told = (out, None) if isinstance(out, RowStats) else (RowStats(), out)
-    if told is not None and not V:
-        told.top.fill_(-torch.inf)  # the others are 0
-        return
+    C, K = y_CK.shape
     _merge_stats[(C,)](
-        parts, numbers, told, y_CK if K else None, matrix(x_CD), matrix(w_VD), used, transform, first_class, C,
-        V, K,
-        BLOCK=block_of(D), WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
+        tiles, out, y_CK if K else None, matrix(x_CD), matrix(w_VD), used, transform, first_class, C, len(w_VD), K,
+        vocab,
+        BLOCK=block_of(x_CD.shape[1]), WIDTH=power_of_2(tiles.P), num_warps=4,
     )  # fmt: skip
 
 
@@ -152,7 +134,7 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
     of_target = i * K + k - 1
     zero = tl.full((), 0.0, tl.float32)
     h, a, even, entropy = zero, zero, zero, zero
-    y = tl.where(k == 0, tl.load(known.top + i).to(tl.int32), -1)
+    y = tl.where(k == 0, tl.load(known.argmax + i).to(tl.int32), -1)
     logprob = tl.where(k == 0, tl.load(known.top_logprob + i), 0.0)
     g = tl.zeros((CLASSES,), tl.float32)
     if upstream.logprob is not None:
@@ -164,8 +146,8 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
         entropy = tl.load(known.entropy + i)
     if upstream.lse is not None:
         a = tl.load(upstream.lse + i)
-    if upstream.mean is not None:
-        even = tl.load(upstream.mean + i) / V
+    if upstream.mean_logit is not None:
+        even = tl.load(upstream.mean_logit + i) / V
     largest = tl.maximum(tl.maximum(tl.max(tl.abs(g), 0), tl.abs(h)), tl.maximum(tl.abs(a), tl.abs(even)))
     largest += tl.sum(g - g, 0) + (h - h) + (a - a) + (even - even)  # NaN where one of them is no number
     scale = zero + 1.0
@@ -225,9 +207,9 @@ def prepare_stats(
 ) -> None:  # fmt: skip
     """From what forward found and the upstream gradients, write what `gradient_tile` and the functions below take.
 
-    ``upstream`` holds any of logprob (0 where ignored), entropy, lse and mean; ``known`` what has one of these, and
-    lse, top and top_logprob; ``y_CK`` (int32) targets, -1 where ignored, None and K 0 without logprob: all contiguous.
-    V counts all ranks' classes. ``scaled_CD`` (contiguous) takes s x, where the weight gets a gradient.
+    ``upstream`` holds any of logprob (0 where ignored), entropy, lse and mean_logit; ``known`` what has one of
+    these, and lse, argmax and top_logprob; ``y_CK`` (int32) targets, -1 where ignored, None and K 0 without logprob.
+    All are contiguous. V counts all ranks' classes. ``scaled_CD`` takes s x, where the weight gets a gradient.
     """
     (C, D), K = x_CD.shape, entries.rest.shape[1]
     _prepare_stats[(C,)](

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.row_softmax import OUT
 from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
 
 
@@ -27,7 +28,6 @@ class Tiles(NamedTuple):
 SCORE, INPUT_GRAD, WEIGHT_GRAD = Tiles(32, 128, 4), Tiles(4, 512, 4), Tiles(2, 1024, 4)
 RUN = 256  # pairs of one class that are summed by a program of their own
 MOST_RUNS = 4096
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @Launcher
@@ -101,7 +101,7 @@ def input_grad(
     n, D = out_nD.shape
     if out_nD.numel():
         columns = min(tiles.columns, max(16, power_of_2(D)))
-        like = None if w_VD.dtype == dtype else _TYPES[dtype]
+        like = None if w_VD.dtype == dtype else OUT[dtype]
         _input_grad[(n, blocks_of(D, columns))](
             c_nK, w_VD, w_VD.stride(0), w_VD.stride(1), rows_nK, out_nD, rows_nK.shape[1], D, LIKE=like,
             PAIRS=tiles.pairs, COLUMNS=columns, num_warps=tiles.warps,

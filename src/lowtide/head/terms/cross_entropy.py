@@ -148,7 +148,7 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
         if head.dtype == torch.float16 and into.weight_VD is not None:
             terms.lift = weight_lift(factor_n, head.scale, loss.class_weight)
         return run(head, rows, plan, terms, into, upstream=None if factors is None else lambda _, part: factor_n[part])
-    want = frozenset({"mean"} if loss.label_smoothing else ())
+    want = frozenset({"mean_logit"} if loss.label_smoothing else ())
     terms = loss.over_its_classes(Statistics(head, plan, loss.y[:, None], want, loss.class_weight))
     if known is not None:
         known = {"lse": known["lse"], "logprob": -known["miss"][:, None]}

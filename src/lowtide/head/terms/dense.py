@@ -20,7 +20,7 @@ from lowtide.head.engine import Chunks, Numbers, Terms, UpstreamOf
 from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
-from lowtide.head.terms.statistics import lse_of, row_sums
+from lowtide.head.terms.statistics import logsumexp
 
 
 class Dense(Terms):
@@ -70,7 +70,7 @@ class Dense(Terms):
 
     def _logsumexps(self, sides: Any) -> Tensor:
         """Return both sides' logsumexps [2, C] of the classes here."""
-        return torch.stack([lse_of(row_sums(x, self.columns)) for x in sides[:2]])
+        return torch.stack([logsumexp(x, self.columns) for x in sides[:2]])
 
     def _sums(self, sides: Any, both_lse: Tensor) -> Tensor:
         """Return what the classes here add to the value, and to the pivot's numerator and denominator [3, C]."""

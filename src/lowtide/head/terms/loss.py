@@ -65,7 +65,7 @@ class Loss:
         """Return each row's loss [n]."""
         loss = -self._target_share(slice(None)) * numbers["logprob"][:, 0]
         if self.label_smoothing:
-            loss = loss + self._even_share * numbers["lse"] - self.label_smoothing * numbers["mean"]
+            loss = loss + self._even_share * numbers["lse"] - self.label_smoothing * numbers["mean_logit"]
         return loss + self.z_loss * numbers["lse"].square() if self.z_loss else loss
 
     def upstream(self, numbers: Numbers, part: slice, factor_C: Tensor) -> Upstream:
@@ -77,6 +77,6 @@ class Loss:
         return Upstream(
             logprob=-share[:, None] if isinstance(share, Tensor) else -share,
             lse=lse,
-            mean=torch.full_like(factor_C, -self.label_smoothing) if self.label_smoothing else None,
+            mean_logit=torch.full_like(factor_C, -self.label_smoothing) if self.label_smoothing else None,
             outside=factor_C,
         )

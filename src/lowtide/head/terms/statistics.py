@@ -1,7 +1,7 @@
 """The statistics of a token's logits, and their gradient, written over the logits: plain PyTorch, on any rank.
 
-C rows of a chunk, V vocabulary, V_r classes of it here, K targets a row; z logits. Each row is measured from its
-highest logit, whose class is kept out of the sums: where the model is sure, what is left over keeps its digits. No
+C rows of a chunk, V vocabulary, V_r classes of it here, K targets a row, W ranks; z logits. Each row is measured from
+its highest logit, whose class is kept out of the sums: where the model is sure, what is left over keeps its digits. No
 second [C, V] comes to life.
 """
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Numbers, Terms, joined
@@ -27,7 +28,7 @@ class Upstream(NamedTuple):
     logprob: Tensor | float | None = None  # [C, K]; a number where it is that for all
     entropy: Tensor | None = None  # [C]
     lse: Tensor | None = None  # [C]
-    mean: Tensor | None = None  # [C]
+    mean_logit: Tensor | None = None  # [C]
     outside: Tensor | None = None  # [C] what all of these are still to be multiplied with
 
     def of(self, f: Callable[[Tensor], Tensor]) -> "Upstream":
@@ -43,7 +44,7 @@ class Upstream(NamedTuple):
 
     def largest(self, V: int) -> Tensor:
         """Return each row's largest magnitude [C], of what reaches a logit: the mean's is one V-th."""
-        given = [self.logprob, self.entropy, self.lse, None if self.mean is None else self.mean / V]
+        given = [self.logprob, self.entropy, self.lse, None if self.mean_logit is None else self.mean_logit / V]
         sizes = [x.abs().amax(1) if x.dim() == 2 else x.abs() for x in given if isinstance(x, Tensor)]
         return torch.stack(sizes).amax(0)
 
@@ -51,7 +52,7 @@ class Upstream(NamedTuple):
 class Statistics(Terms):
     """Log-probabilities of targets, entropy, logsumexp, (weighted) mean logit, argmax, sum of squares, top k.
 
-    The logsumexp and the targets' log-probabilities are always computed; with any ``want`` the highest class's, too. A
+    The logsumexp and the targets' log-probabilities are always computed; with "argmax" its class's, too. A
     gradient that is rounded to narrow operands leaves each row's size outside: the target's entry is close to it, and
     bf16 would miss it by as much in each row.
     """
@@ -59,34 +60,42 @@ class Statistics(Terms):
     def __init__(
         self,
         head: Head,
-        plan: HeadPlan,
+        plan: HeadPlan | None,  # None: of few logits
         y_nK: Tensor,  # target classes of the whole vocabulary, all valid
-        want: frozenset[str],  # names among "entropy", "mean", "sum_sq_prob", "top", "topk"
+        want: frozenset[str],  # names among "entropy", "mean_logit", "sum_sq_prob", "argmax"
         q_V: Tensor | None = None,  # class weights of the mean on this rank
         topk: int = 0,  # how many of the highest logits
     ) -> None:
-        self.head, self.want, self.columns, self.q_V, self.topk = head, want, plan.columns, q_V, topk
-        self.narrow = plan.backward_gemm == "narrow"
-        here: tuple[Tensor, Tensor | None] = head.ranks.here(y_nK)
-        self.y, self.here = here
+        self.head, self.want, self.q_V, self.topk = head, want, q_V, topk
+        self.columns, self.narrow = (plan.columns, plan.backward_gemm == "narrow") if plan else (2**30, False)
+        self.y: Tensor = head.ranks.here(y_nK)[0]
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """Return "lse", "logprob" [C, K], with "top" also "top_logprob", and what is requested.
+        """Return "lse", "logprob" [C, K], with "argmax" also "top_logprob", and what is requested.
 
-        Alone the logits become probabilities, by few operators, each over all of the chunk: on a CPU each one wakes all
-        threads, and waits for the last. 1 - p of the highest class, or without "top" of the only target (the highest
-        logit without its class is found 7 times as fast), is summed over the other classes, so that it keeps its
-        precision for confident tokens. NaN and infinities are returned as by `torch.log_softmax`.
+        The logits become the probabilities of the classes here. NaN and infinities are returned as by
+        `torch.log_softmax`.
         """
-        if not self.head.ranks.alone:
-            return self._of_all_ranks(z, part)
-        y, want = self.y[part], self.want
-        found = {"mean": self._total(z) / z.shape[1]} if "mean" in want else {}
+        return self._of_all(self._here(z, part))
+
+    def _here(self, z: Tensor, part: slice) -> Numbers:
+        """Return the numbers of the classes here, and where there are others the "highest" logit.
+
+        By few operators, each over all of the chunk: on a CPU each one wakes all threads, and waits for the last. 1 - p
+        of the highest class, or without "argmax" of the only target (the highest logit without its class is found 7
+        times as fast), is summed over the other classes, so that it keeps its precision for confident tokens.
+        """
+        ranks, want, y, z_V = self.head.ranks, self.want, self.y[part], z[:, : self.head.ranks.rows]
+        by_class, found = "argmax" in want or not ranks.alone, Numbers()
+        if "mean_logit" in want:
+            found["mean_logit"] = (z_V.sum(1) if self.q_V is None else z_V @ self.q_V) / ranks.vocab
         if self.topk:
-            found["topk_values"], found["topk_ids"] = torch.topk(z, self.topk, dim=1)
-        t, (highest, sure) = z.gather(1, y), z.max(1) if "top" in want else (z.amax(1), y[:, 0])
+            values, ids = torch.topk(z_V, min(self.topk, ranks.rows), dim=1)
+            room = 0, self.topk - values.shape[1]  # where this rank has fewer
+            found |= {"topk_values": pad(values, room, value=-torch.inf), "topk_ids": pad(ids + ranks.first, room)}
+        t, (highest, sure) = z.gather(1, y), z.max(1) if by_class else (z.amax(1), y[:, 0])
         probabilities_(z)
-        p_top = z.gather(1, sure[:, None])[:, 0] if "top" in want else z.amax(1)
+        p_top = z.gather(1, sure[:, None])[:, 0] if by_class else z.amax(1)
         log_top = p_top.log()
         z.scatter_(1, sure[:, None], 0)
         miss = z.sum(1)
@@ -95,73 +104,43 @@ class Statistics(Terms):
             (y == sure[:, None]) & is_sure[:, None], log_sure[:, None], t - highest[:, None] + log_top[:, None]
         )
         found |= {"lse": highest.where(highest.isinf(), highest - log_top), "logprob": logprob}
-        if "top" in want:
-            found |= {"top": sure, "top_logprob": torch.where(is_sure, log_sure, log_top)}
+        if by_class:
+            found |= {"argmax": sure + ranks.first, "top_logprob": torch.where(is_sure, log_sure, log_top)}
+        if not ranks.alone:
+            found["highest"] = highest
         if "sum_sq_prob" in want:
             found["sum_sq_prob"] = p_top.square() + torch.linalg.vector_norm(z, dim=1).square()
         if "entropy" in want:
             found["entropy"] = torch.special.entr(z, out=z).sum(1) - p_top * found["top_logprob"]
         return found
 
-    def _total(self, z_V: Tensor) -> Tensor:
-        return z_V.sum(1) if self.q_V is None else z_V @ self.q_V
+    def _of_all(self, found: Numbers) -> Numbers:
+        if self.head.ranks.alone:
+            return found
+        asked = {name: x for name, x in found.items() if name != "argmax" or name in self.want}
+        return merged(asked, self.head.ranks.gather(packed(asked)))
 
     def both_(
         self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Upstream]
     ) -> tuple[Numbers, Tensor | None]:
-        """See `Terms.both_`; alone the probabilities are the gradient's too."""
-        if not (self.head.ranks.alone and len(z)):
-            return super().both_(z, part, upstream)
-        cap, found = self.head.softcap, []
-        for rows in slices(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS)):
+        """See `Terms.both_`: the probabilities are the gradient's too, times this rank's share of them."""
+        ranks, cap, found = self.head.ranks, self.head.softcap, []
+        for rows in list(slices(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS))) or [slice(0, 0)]:
             block, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
             slope = None if cap is None else (block / cap).square_().neg_().add_(1)
-            numbers = self.numbers(block, of_all)
-            outside = self.gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, normalised=True)
+            here = self._here(block, of_all)
+            numbers = self._of_all(here)
+            share: Tensor | float = 1.0
+            if not ranks.alone:
+                block.scatter_(1, (here["argmax"] - ranks.first)[:, None], here["top_logprob"].exp()[:, None])
+                block.masked_fill_((here["highest"] == -torch.inf)[:, None], 0)
+                share = (here["lse"] - numbers["lse"]).exp()[:, None]
+            outside = self.gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, share=share)
             found.append((numbers, outside))
         return joined(found)
 
-    def _of_all_ranks(self, z: Tensor, part: slice) -> Numbers:
-        """Return the numbers of the whole vocabulary from every rank's sums, about the highest logit of all."""
-        ranks, want, z_V = self.head.ranks, self.want, z[:, : self.head.ranks.rows]
-        at_y = z.gather(1, self.y[part])
-        at_y = at_y if self.here is None else at_y.where(self.here[part], 0)
-        sums = row_sums(z_V, self.columns, heat="entropy" in want, squares="sum_sq_prob" in want)
-        nothing = sums["top"] == -torch.inf  # on this rank; another may have more
-        given = {name: x if "top" in name else x.masked_fill(nothing, 0) for name, x in sums.items()}
-        given["top_id"] = (sums["top_id"] + ranks.first).to(at_y.dtype)  # float32: exact up to 2^24
-        if "mean" in want:
-            given["total"] = self._total(z_V)
-        every = ranks.gather(torch.cat((torch.stack([*given.values()], 1), at_y), 1))  # [W, C, numbers and targets]
-        of = {name: every[..., i] for i, name in enumerate(given)}
-        top, winner = of["top"].max(0)
-        others = torch.ones_like(of["top"]).scatter_(0, winner[None], 0)  # whose highest logit is one of the rest
-        below = of["top"] - top
-        weight, count = below.exp(), of["rest"] + others
-        top_id = of["top_id"].gather(0, winner[None])[0].long()
-        merged = {"top": top, "top_id": top_id, "rest": (weight * count).sum(0)}
-        if "heat" in of:
-            merged["heat"] = (weight * (of["heat"] + below.clamp(min=FLOOR) * count)).sum(0)
-        if "squares" in of:
-            merged["squares"] = (weight.square() * (of["squares"] + others)).sum(0)
-        found = numbers_of(merged, every[..., len(given) :].sum(0))
-        if "top" not in want:
-            del found["top"], found["top_logprob"]
-        if "total" in of:
-            found["mean"] = of["total"].sum(0) / ranks.vocab
-        return found | self._highest(z_V) if self.topk else found
-
-    def _highest(self, z_V: Tensor) -> Numbers:
-        """Return all ranks' highest logits."""
-        ranks, (values, ids) = self.head.ranks, torch.topk(z_V, min(self.topk, z_V.shape[1]), dim=1)
-        mine = torch.stack((values, (ids + ranks.first).to(values.dtype)))
-        padded = torch.nn.functional.pad(mine, (0, self.topk - values.shape[1]), value=-torch.inf)
-        values, ids = ranks.gather(padded).permute(1, 2, 0, 3).flatten(2)
-        values, best = torch.topk(values, self.topk, dim=1)
-        return {"topk_values": values, "topk_ids": ids.gather(1, best).long()}
-
     def gradient_(
-        self, z: Tensor, part: slice, known: Numbers, g: Upstream, *, normalised: bool = False,
+        self, z: Tensor, part: slice, known: Numbers, g: Upstream, *, share: Tensor | float | None = None,
         slope: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Turn logits into the gradient of the numbers, times their upstream gradients.
@@ -174,7 +153,8 @@ class Statistics(Terms):
         The entries of the targets and of the highest class are built from their log-probabilities, in which nothing has
         cancelled, and 1 - p = -expm1(log p).
 
-        ``normalised`` logits are probabilities already, and ``slope`` is the f_v that they had.
+        With a ``share`` [C, 1], of all classes' exponentials, logits are the probabilities among this rank's already,
+        and ``slope`` is the f_v that they had.
         """
         head, V, cap, q = self.head, self.head.ranks.vocab, self.head.softcap, self.q_V
         if not head.ranks.alone:
@@ -190,7 +170,7 @@ class Statistics(Terms):
         a = 0.0 if g.lse is None else g.lse
         if g.entropy is not None:
             a = a - g.entropy * known["entropy"]
-        even = None if g.mean is None else g.mean[:, None] / V
+        even = None if g.mean_logit is None else g.mean_logit[:, None] / V
         ids, at_ids = self._entries(part, known, g, a, of_targets)
         if even is not None:
             at_ids += even if q is None else even * torch.cat((q, q.new_zeros(1)))[ids]
@@ -202,20 +182,23 @@ class Statistics(Terms):
         a = a if isinstance(a, float) else a[:, None]
         # blocks, if memory besides the logits is needed
         in_blocks = slope is None and (cap is not None or g.entropy is not None)
-        if not in_blocks and head.ranks.alone and not normalised:
+        if not in_blocks and head.ranks.alone and share is None:
             probabilities_(z)
-            normalised = True
+            share = 1.0
+        a = a if share is None else a * share
         for cols in slices(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
             b = z[:, cols]
             # a masked class, whose logit is -inf, has slope 0 as logits have that reach the cap
-            f = (b / cap).square_().clamp_(max=1).neg_().add_(1) if cap is not None and slope is None else slope
-            if not normalised:
+            f = None if slope is None else slope[:, cols]
+            if cap is not None and f is None:
+                f = (b / cap).square_().clamp_(max=1).neg_().add_(1)
+            if share is None:
                 b.sub_(known["lse"][:, None])
             if g.entropy is not None:
                 p = b.exp()
                 b.clamp_(min=FLOOR).mul_(-g.entropy[:, None]).add_(a).mul_(p)
             else:
-                b = b if normalised else b.exp_()
+                b = b.exp_() if share is None else b
                 b = b if isinstance(a, float) and a == 1 else b.mul_(a)
             if even is not None:
                 b.add_(even) if q is None else b.addcmul_(even, q[None, cols])
@@ -229,8 +212,8 @@ class Statistics(Terms):
     ) -> tuple[Tensor, Tensor]:
         """Return classes [C, K or 1 + K], as columns, and the gradient there but for scale, cap and the mean's part."""
         ids, logprobs, targets = self.y[part], known["logprob"], self.y[part]
-        if "top" in known:
-            ids = torch.cat((self.head.ranks.here(known["top"])[0][:, None], ids), 1)
+        if "argmax" in known:
+            ids = torch.cat((self.head.ranks.here(known["argmax"])[0][:, None], ids), 1)
             logprobs = torch.cat((known["top_logprob"][:, None], logprobs), 1)
         p = logprobs.exp()
         at_ids = (a[:, None] if isinstance(a, Tensor) else a) * p
@@ -267,51 +250,57 @@ def _sum_of_equal(ids: Tensor, targets: Tensor, g_CK: Tensor) -> Tensor:
     return own
 
 
-def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = False) -> Numbers:
-    """Return what a pass over the logits adds up, in blocks of ``columns``, [C] each.
+def packed(found: Numbers) -> Tensor:
+    """Return the numbers of a rank's classes [C, F] as they are sent to the others: see `merged`.
 
-    With e_v = exp(z_v - top) of all classes but the highest one: "top" and "top_id", that one's logit and number,
-    "rest" sum e_v, "heat" sum e_v (z_v - top), "squares" sum e_v^2. Rows that hold NaN, or +inf, or nothing but -inf,
-    become NaN, as in `torch.log_softmax`.
+    Classes among them are numbers of the logits' dtype: float32 is exact up to 2^24.
     """
-    none = z_CV.new_zeros(len(z_CV))
-    sums = {"top": none - torch.inf, "top_id": none.long(), "rest": none}  # of a rank without classes
-    sums |= {name: none.clone() for name, wanted in (("heat", heat), ("squares", squares)) if wanted}
-    if not z_CV.shape[1]:
-        return sums
-    sums["top"], sums["top_id"] = top, top_id = z_CV.max(1)
-    sums["rest"] = rest = top - top  # 0, or NaN where the highest logit is not finite
-    z_CV.scatter_(1, top_id[:, None], -torch.inf)
-    for part in slices(z_CV.shape[1], columns):
-        below = z_CV[:, part] - top[:, None]
-        e = below.exp() if heat else below.exp_()
-        rest += e.sum(1)
-        if heat:
-            sums["heat"] += below.clamp_(min=FLOOR).mul_(e).sum(1)
-        if squares:
-            sums["squares"] += e.square_().sum(1)
-    z_CV.scatter_(1, top_id[:, None], top[:, None])
-    return sums
+    wide = found["lse"].dtype
+    return torch.cat([(x[:, None] if x.dim() == 1 else x).to(wide) for x in _told(found).values()], 1)
 
 
-def lse_of(sums: Numbers) -> Tensor:
-    """Return each row's logsumexp [C]; where the highest logit is infinite, that."""
-    return sums["top"].where(sums["top"].isinf(), sums["top"] + torch.log1p(sums["rest"]))
+def _told(found: Numbers) -> Numbers:
+    """Return what the others are told: "lse" follows."""
+    return {name: x for name, x in found.items() if name != "lse"}
 
 
-def numbers_of(sums: Numbers, z_CK: Tensor) -> Numbers:
-    """Return each row's numbers, and the log-probabilities of logits [C, K], in their memory.
+def merged(found: Numbers, every_WCF: Tensor) -> Numbers:
+    """Return the numbers of all classes, from those that every rank `packed` as this one did its ``found``.
 
-    The entropy, in nats, is of two terms that are not negative, so that nothing cancels.
+    With each rank's "highest" logit they are those of its own classes, and where a target is not among these its
+    log-probability is -inf. Each is measured from the highest logit of all.
     """
-    log = torch.log1p(sums["rest"])  # of the sum over the highest logit's exponential
-    logprob = z_CK.sub_(sums["top"][:, None]).sub_(log[:, None])
-    found = {"lse": lse_of(sums), "top": sums["top_id"], "top_logprob": -log, "logprob": logprob}
-    if "heat" in sums:
-        found["entropy"] = log - sums["heat"] / (1 + sums["rest"])
-    if "squares" in sums:
-        found["sum_sq_prob"] = (1 + sums["squares"]) / (1 + sums["rest"]).square()
-    return found
+    told = _told(found)
+    planes = torch.split(every_WCF, [1 if x.dim() == 1 else x.shape[1] for x in told.values()], 2)
+    of = {name: x[..., 0] if told[name].dim() == 1 else x for name, x in zip(told, planes, strict=True)}
+    top, winner = of["highest"].max(0)
+    nothing = (of["highest"] == -torch.inf) & (top != -torch.inf)
+    mass = (of["highest"] - top - of["top_logprob"]).masked_fill(nothing, -torch.inf)  # logarithm of a rank's sum
+    is_top = torch.zeros_like(nothing).scatter_(0, winner[None], True)
+    spread = torch.where(is_top, mass.expm1(), mass.exp()).sum(0).log1p()
+    shift = mass - spread  # from a rank's log-probabilities to those of all
+    share = shift.exp()
+    logprob = (of["logprob"] + shift[..., None]).masked_fill(nothing[..., None], -torch.inf).amax(0)
+    all_of = {"lse": top.where(top.isinf(), top + spread), "logprob": logprob}
+    if "argmax" in of:
+        all_of |= {"argmax": of["argmax"].gather(0, winner[None])[0].long(), "top_logprob": -spread}
+    if "entropy" in of:
+        all_of["entropy"] = (share * (of["entropy"] - shift)).masked_fill(share == 0, 0).sum(0)
+    if "sum_sq_prob" in of:
+        all_of["sum_sq_prob"] = (share.square() * of["sum_sq_prob"]).masked_fill(share == 0, 0).sum(0)
+    if "mean_logit" in of:
+        all_of["mean_logit"] = of["mean_logit"].sum(0)
+    if "topk_values" in of:
+        values, ids = (of[name].transpose(0, 1).flatten(1) for name in ("topk_values", "topk_ids"))
+        all_of["topk_values"], best = torch.topk(values, found["topk_values"].shape[1], dim=1)
+        all_of["topk_ids"] = ids.gather(1, best).long()
+    return all_of
+
+
+def logsumexp(z_CV: Tensor, columns: int) -> Tensor:
+    """Return each row's logsumexp [C], in blocks of so many columns; -inf of no classes."""
+    parts = [z_CV[:, part].logsumexp(1) for part in slices(z_CV.shape[1], columns)]
+    return torch.stack(parts).logsumexp(0) if parts else z_CV.new_full((len(z_CV),), -torch.inf)
 
 
 def silenced(known: Numbers, active: Tensor) -> Numbers:

@@ -6,6 +6,7 @@ of a small vocabulary, and `terms/statistics` has their numbers and their gradie
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lowtide.head.call import Head, SupportArgs, Wanted
 from lowtide.head.gradients import Gradients
 from lowtide.head.matmul import slices
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.plan import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE, HeadPlan, support_backend
+from lowtide.head.plan import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE, support_backend
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import looks_at_numbers, take_rows
 from lowtide.head.terms import listed_rows
@@ -25,10 +26,6 @@ from lowtide.head.terms.statistics import Statistics, Upstream
 DIFFERENTIABLE = ("logprob", "entropy", "lse")
 OF_TARGETS = frozenset({"logprob", "is_top1", "outside"})
 NOTHING, NO_CLASS = -1, -2  # in the place of a class: a pad or a repetition; an id that is no class
-_PLAN = HeadPlan(
-    backend="torch", reason="a set's logits are few", gradient="recompute", accumulate="float32", rows=0, chunks=0,
-    chunk_rows=0, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, backward_gemm="same", columns=2**30,
-)  # fmt: skip
 
 
 def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:  # noqa: ARG001
@@ -62,7 +59,7 @@ def _statistics(head: Head, args: SupportArgs, tokens: slice, keep: bool) -> dic
         "outside": (valid & is_class & ~inside).sum(1),
     }
     if args.wanted & {"argmax", "is_top1"}:
-        argmax = ids.gather(1, numbers["top"][:, None]).clamp(min=-1)
+        argmax = ids.gather(1, numbers["argmax"][:, None]).clamp(min=-1)
         stats |= {"argmax": argmax[:, 0], "is_top1": (argmax == y) & inside & valid}
     if "entropy" in numbers:
         stats["entropy"] = numbers["entropy"]
@@ -130,23 +127,15 @@ def check_ids(ids: Tensor, V: int) -> None:
         )
 
 
-def by_kernels(head: Head) -> bool:
-    """Return whether kernels run, or plain PyTorch."""
-    return support_backend(head)[0] == "row"
-
-
-def _products(head: Head) -> tuple[Callable[..., Tensor], Callable[..., None], Callable[..., None]]:
+def _products(head: Head) -> list[Callable[..., Any]]:
     """Return what computes the dot products, the hidden states' gradient and the weight's."""
-    if by_kernels(head):
-        from lowtide.head.kernels import support_rows as kernels
+    if support_backend(head)[0] == "row":
+        from lowtide.head.kernels import support_rows
 
-        return kernels.score, kernels.input_grad, kernels.weight_grad
+        return [support_rows.score, support_rows.input_grad, support_rows.weight_grad]
     block = min(2**20, _workspace(head) // 32)
-    return (
-        partial(listed_rows.score, block=block),
-        partial(listed_rows.input_grad, block=block),
-        partial(listed_rows.weight_grad, block=block),
-    )
+    plain: tuple[Callable[..., Any], ...] = listed_rows.score, listed_rows.input_grad, listed_rows.weight_grad
+    return [partial(product, block=block) for product in plain]
 
 
 def _workspace(head: Head) -> int:
@@ -204,7 +193,7 @@ def _logits(head: Head, ids: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
 def _terms(head: Head, args: SupportArgs, at_nT: Tensor) -> Statistics:
     """Return the statistics of sets as of a vocabulary of K classes; a target outside stands for the first place."""
     names = args.wanted & {"entropy", "sum_sq_prob"}
-    return Statistics(head._replace(ranks=Alone(args.ids.shape[1])), _PLAN, at_nT.clamp(min=0), names | {"top"})
+    return Statistics(head._replace(ranks=Alone(args.ids.shape[1])), None, at_nT.clamp(min=0), names | {"argmax"})
 
 
 def _shapes(head: Head, args: SupportArgs, keep: bool) -> dict[str, Shape]:

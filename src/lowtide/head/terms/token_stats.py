@@ -4,7 +4,6 @@ N tokens, n rows computed, K targets a token, V vocabulary.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
-COMPUTED = {"mean_logit": "mean", "argmax": "top"}  # names among a row's numbers, where they differ
 
 
 def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
@@ -47,12 +45,10 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
 
         if of_targets and head.ranks.alone and skips_tokens(head, plan.backend):
             rows = put_last(rows, kept_NK.any(1))
-        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(_names(args), args.topk)
+        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(args.wanted, args.topk)
     else:
-        terms = _terms(args, rows, head, plan, rows.of(y_NK), _names(args), topk=args.topk)
-        found = run(head, rows, plan, terms)
+        found = run(head, rows, plan, _terms(args, rows, head, plan, y_NK))
     found = {name: rows.among_all(x) for name, x in found.items()}
-    found |= {name: found.pop(computed) for name, computed in COMPUTED.items() if computed in found}
     found["is_top1"] = (found["argmax"][:, None] == y_NK) & kept_NK & is_class_NK
     found["logprob"] = found["logprob"].where(is_class_NK, torch.nan).where(kept_NK, 0)
     if not keep:
@@ -65,15 +61,14 @@ def backward(
 ) -> Gradients:
     """Return the needed gradients from the upstream ones [N] (of logprob [N, K]), and what forward returned."""
     kept_NK, is_class_NK = _kept(head, args)
-    logprob, entropy, lse, mean = (upstream[name] if name in args.wanted else None for name in DIFFERENTIABLE)
-    if logprob is not None:
-        logprob = logprob.where(is_class_NK, torch.nan).where(kept_NK, 0)
-    g = Upstream(logprob=logprob, entropy=entropy, lse=lse, mean=mean)
+    g = Upstream(**{name: upstream[name] for name in DIFFERENTIABLE if name in args.wanted})
+    if isinstance(g.logprob, Tensor):
+        g = g._replace(logprob=g.logprob.where(is_class_NK, torch.nan).where(kept_NK, 0))
     # the highest class in the place of an ignored target
     usable, top, top_logprob = kept_NK & is_class_NK, known["argmax"], known["top_logprob"]
     y_NK = args.target.where(usable, top[:, None])
     numbers = {name: known[name] for name in ("lse", "top_logprob", *(["entropy"] if g.entropy is not None else []))}
-    numbers |= {"top": top, "logprob": known["logprob"].where(usable, top_logprob[:, None])}
+    numbers |= {"argmax": top, "logprob": known["logprob"].where(usable, top_logprob[:, None])}
     active_N = g.largest(head.ranks.vocab) != 0
     computed_N = active_N if head.ranks.alone else _computed(args, kept_NK)
     rows = Rows(tokens=len(args.target), index=head.positions_of(computed_N))
@@ -91,7 +86,7 @@ def backward(
     else:
         if not (head.drops_tokens and head.ranks.alone):
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
-        g_n, terms = g.of(rows.of), _terms(args, rows, head, plan, rows.of(y_NK), _names(args))
+        g_n, terms = g.of(rows.of), _terms(args, rows, head, plan, y_NK)
         known = rows.of_each(numbers)
         run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
     if is_last_backward():
@@ -99,13 +94,10 @@ def backward(
     return into
 
 
-def _terms(
-    args: TokenStatsArgs, rows: Rows, head: Head, plan: HeadPlan, y_nK: Tensor, names: frozenset[str], **more: Any
-) -> Terms:
-    given = head, plan, y_nK, names | {"top"}
-    if args.mask is not None:
-        return Masked(Statistics(*given, **more), args.mask, rows, y_nK)
-    return Statistics(*given, **more)
+def _terms(args: TokenStatsArgs, rows: Rows, head: Head, plan: HeadPlan, y_NK: Tensor) -> Terms:
+    y_nK = rows.of(y_NK)
+    terms = Statistics(head, plan, y_nK, args.wanted | {"argmax"}, topk=args.topk)
+    return terms if args.mask is None else Masked(terms, args.mask, rows, y_nK)
 
 
 def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
@@ -116,11 +108,6 @@ def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
 def _computed(args: TokenStatsArgs, kept_NK: Tensor) -> Tensor:
     """Return which tokens may have an upstream gradient: the same on every rank, whatever flows back there."""
     return kept_NK.any(1) | (not args.wanted.isdisjoint(DIFFERENTIABLE[1:]))
-
-
-def _names(args: TokenStatsArgs) -> frozenset[str]:
-    """Return what is requested, by the names of a row's numbers."""
-    return frozenset(COMPUTED.get(name, name) for name in args.wanted)
 
 
 def _shapes(head: Head, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:

@@ -13,7 +13,7 @@ from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 from lowtide.head.terms.dense import cap_slope, outcomes
-from lowtide.head.terms.statistics import lse_of, row_sums
+from lowtide.head.terms.statistics import logsumexp
 
 
 class KnownClasses(Terms):
@@ -34,7 +34,7 @@ class KnownClasses(Terms):
         rest = torch.full_like(lse, -torch.inf)
         if self.tail != "renormalise":
             z.scatter_(1, ids, -torch.inf)
-            rest = ranks.logsumexp_of(lse_of(row_sums(z[:, :-1], self.columns)))
+            rest = ranks.logsumexp_of(logsumexp(z[:, :-1], self.columns))
             z.scatter_(1, ids, own)
             lse = torch.logaddexp(rest, of_chosen)
         value = torch.zeros_like(lse)

@@ -113,7 +113,7 @@ def _consume_input(  # type: ignore[no-untyped-def]
     for i in range(number):
         row_tile, d_tile, start, length, first, stop = _unit(last - i, begin, end, means, lists, gl.cdiv(D, COLUMNS))
         z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        z, step = multiply(z, step, (stop - first) * PER_COLUMN_TILE, stages, None, HALF, False, STAGES, DEEP)
+        z, step = multiply(z, step, (stop - first) * PER_COLUMN_TILE, stages, None, HALF, None, STAGES, DEEP)
         if stop < length:
             store_part(z, HALF, room.parts, program, room.arrived + 2 * ((start + length - 1) // share))
         else:
