@@ -67,8 +67,8 @@ def test_values_and_gradients(
     form: str, T: int | None, dtype: torch.dtype, more: dict[str, Any], options: HeadOptions, kernels: list[str] | None
 ) -> None:
     """NaN in all other rows of the weight and in their bias: they are not read."""
-    if kernels is not None and (dtype != torch.float32 or form == "shared"):
-        pytest.skip("the interpreter's products in bfloat16 are wrong; one set is a GEMM")
+    if kernels is not None and dtype != torch.float32:
+        pytest.skip("the interpreter's products in bfloat16 are wrong")
     (x, w, b, _), (support, mask) = head(N, D, V, dtype=dtype), sets_of(form)
     y = targets(mask, T)
     true = in_float64({"input": x, "linear_weight": w, "linear_bias": b})
