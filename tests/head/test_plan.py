@@ -60,17 +60,16 @@ def test_which_implementation_runs_and_why(
         why_not["exp"] = why_not_exp(**place)
     if work != "statistics":
         why_not["row"] = why_not_row(place["device"], place["dtype"], place["V"], **of_row)
-    got, reason = choose(work, HeadOptions(), **why_not)
+    got, reason = choose(work, "auto", **why_not)
     assert got == runs
     assert re.search(why, reason)
     for backend in get_args(Backend)[1:]:
-        options = HeadOptions(backend=backend)
         if backend == "torch" or (backend in why_not and why_not[backend] is None):
-            assert choose(work, options, **why_not)[0] == backend
+            assert choose(work, backend, **why_not)[0] == backend
             continue
         against = re.escape(why_not[backend]) if backend in why_not else ""
         with pytest.raises(LowtideError, match=f"backend: expected 'auto'.* or 'torch', got '{backend}'.*{against}"):
-            choose(work, options, **why_not)
+            choose(work, backend, **why_not)
 
 
 @every_pair(

@@ -3,7 +3,6 @@
 import torch
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.options import HeadOptions
 from lowtide.kernel_launch import why_no_triton
 
 HOPPER = (9, 0)
@@ -34,13 +33,13 @@ _WORK: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def choose(work: str, options: HeadOptions, where: str = "", **why_not: str | None) -> tuple[str, str]:
-    """Return the implementation that runs, "exp", "row" or "torch", and why.
+def choose(work: str, asked: str, where: str = "", **why_not: str | None) -> tuple[str, str]:
+    """Return the implementation that runs, "exp", "row" or "torch", and why; ``asked`` is `HeadOptions.backend`.
 
     ``why_not`` says why each implementation that exists for this work cannot run, or None, the fastest first; "torch"
     can. An explicit one that cannot is an error, with ``where`` after the accepted names.
     """
-    asked, (reason, lacking) = options.backend, _WORK[work]
+    reason, lacking = _WORK[work]
     against = f"{why_not[asked]}." if why_not.get(asked) else lacking.get(asked)
     if against:
         *names, last = (repr(name) for name in ("auto", *why_not, "torch") if name != asked)

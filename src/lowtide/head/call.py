@@ -4,7 +4,6 @@ N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unle
 """
 
 import math
-from functools import cache
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -80,14 +79,6 @@ class Head(NamedTuple):
     def frozen(self) -> bool:
         """Return whether neither weight nor bias needs a gradient, on any rank."""
         return self.ranks.alone and not any(t is not None and t.requires_grad for t in (self.weight_VD, self.bias_V))
-
-    @property
-    def options(self) -> HeadOptions:
-        """Return how it trades memory for time, as its operators have it: without `gradient`."""
-        return _options(
-            workspace_mib=self.workspace_mib, accumulate=self.accumulate, backend=self.backend,
-            ignored_tokens=self.ignored_tokens, skip=self.skip or None,
-        )  # fmt: skip
 
     @property
     def drops_tokens(self) -> bool:
@@ -320,9 +311,6 @@ class DivergenceArgs(NamedTuple):
     beta: float
     tail: str
     reduction: str
-
-
-_options = cache(HeadOptions)
 
 
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:

@@ -180,7 +180,8 @@ class Work(NamedTuple):
     dtype: torch.dtype  # of the GEMMs' operands
     weight_dtype: torch.dtype
     device: torch.device
-    options: HeadOptions
+    workspace_mib: float | None  # as in `HeadOptions`, and the next
+    accumulate: str
     choice: tuple[str, str]  # the implementation, and why
     weight_frozen: bool  # neither weight nor bias gets a gradient
     gradient: When = "recompute"
@@ -206,7 +207,7 @@ class Work(NamedTuple):
     @property
     def automatic(self) -> bool:
         """Return whether the workspace has no limit."""
-        return self.options.workspace_mib is None
+        return self.workspace_mib is None
 
     @property
     def narrow_pair(self) -> bool:
@@ -216,8 +217,8 @@ class Work(NamedTuple):
 
     def budget(self) -> int:
         """Return how much scratch memory the pass may take."""
-        if self.options.workspace_mib is not None:
-            return int(self.options.workspace_mib * MIB)
+        if self.workspace_mib is not None:
+            return int(self.workspace_mib * MIB)
         if self.device.type == "cpu":
             return CPU_WORKSPACE
         memory = memory_of(self.device) if self.device_bytes is None else self.device_bytes
@@ -281,12 +282,13 @@ def plan_head(
     check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), _checked_device(device, dtype)
     if function:
-        choice = choose("linear_apply", options, " for linear_apply")
+        choice = choose("linear_apply", options.backend, " for linear_apply")
     else:
         exp, row = why_not_exp(device, dtype, D, V, capability=capability), why_not_row(device, dtype, V)
-        choice = choose("cross entropy", options, exp=exp, row=row)
+        choice = choose("cross entropy", options.backend, exp=exp, row=row)
     gradient = choose_gradient(options.gradient, reduction, weight_frozen)
-    work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient, device_bytes)
+    asked = options.workspace_mib, options.accumulate
+    work = Work((N, D, V), dtype, weight_dtype or dtype, device, *asked, choice, weight_frozen, gradient, device_bytes)
     ends_early = choice[0] == "exp" and skips_ignored(device, capability)
     kept = options.skip is not None and ends_early and not weight_frozen
     skips = ends_early and (kept or options.ignored_tokens == "skip")
@@ -350,9 +352,10 @@ def plan_divergence(
     check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), _checked_device(device, dtype)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
-    choice = choose("divergence", options, row=why_not_row(device, dtype, V, topk=topk is not None))
+    choice = choose("divergence", options.backend, row=why_not_row(device, dtype, V, topk=topk is not None))
     gradient = choose_gradient(options.gradient, reduction, weight_frozen, divergence=True)
-    work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient)
+    asked = options.workspace_mib, options.accumulate
+    work = Work((N, D, V), dtype, weight_dtype or dtype, device, *asked, choice, weight_frozen, gradient)
     return plan_of(work._replace(teacher=(*of_teacher, teacher_dtype or dtype)))
 
 
@@ -414,7 +417,8 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "groups": ranks.groups}
     more |= {"input_is_copied": copied, "skips": skips_tokens(head, choice[0]), "kept": head.remembered is not None}
-    return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
+    asked = head.workspace_mib, head.accumulate
+    return Work(size, head.dtype, weight.dtype, head.input.device, *asked, choice, **more)
 
 
 def skips_tokens(head: Head, backend: str) -> bool:
@@ -433,12 +437,12 @@ def skipping() -> ModuleType:
 
 def choose_backend(head: Head, args: Args) -> tuple[str, str]:
     """Return the implementation that runs, and why: one that runs on every rank."""
-    device, dtype, ranks, w, options = head.input.device, head.dtype, head.ranks, head.weight_VD, head.options
+    device, dtype, ranks, w, asked = head.input.device, head.dtype, head.ranks, head.weight_VD, head.backend
     if isinstance(args, SupportArgs):
         return support_backend(head)
     if isinstance(args, DivergenceArgs):
         row = why_not_row(device, dtype, ranks.most_rows, topk=args.topk_ids is not None)
-        return choose("divergence", options, row=row)
+        return choose("divergence", asked, row=row)
     where, of_work = "" if ranks.alone else " where the vocabulary is sharded", dict[str, Any]()
     if isinstance(args, TokenStatsArgs):
         of_work["stats"] = args.target.shape[1], args.topk
@@ -452,14 +456,14 @@ def choose_backend(head: Head, args: Args) -> tuple[str, str]:
         fits = copied or torch.compiler.is_compiling() or rows_are_aligned(w)  # a compiler traces no address
         exp = why_not_exp(device, dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
     if isinstance(args, TokenStatsArgs):
-        return choose("statistics", options, where, exp=exp)
+        return choose("statistics", asked, where, exp=exp)
     row = why_not_row(device, dtype, ranks.most_rows) if ranks.alone else NOT_OF_SHARDS
-    return choose("cross entropy", options, where, exp=exp, row=row)
+    return choose("cross entropy", asked, where, exp=exp, row=row)
 
 
 def support_backend(head: Head) -> tuple[str, str]:
     """Return the implementation that runs for sets of classes, and why."""
-    return choose("sets", head.options, row=why_not_row(head.input.device, head.dtype, max(1, head.ranks.most_rows)))
+    return choose("sets", head.backend, row=why_not_row(head.input.device, head.dtype, max(1, head.ranks.most_rows)))
 
 
 def choose_gradient(asked: str, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
@@ -483,7 +487,7 @@ def plan_of(work: Work, *, of_teacher: bool = False) -> HeadPlan:
     """Return the plan of a pass, or the same chunks with the GEMMs of its second side, which gets no gradient."""
     if of_teacher:
         return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
-    (N, D, V), (backend, reason), mib = work.size, work.choice, work.options.workspace_mib
+    (N, D, V), (backend, reason), mib = work.size, work.choice, work.workspace_mib
     if backend == "exp":
         rows, scratch, more = _cut_kept(work) if work.kept else _cut_exponentials(work)
     else:
@@ -513,7 +517,7 @@ Cut = tuple[int, int, dict[str, Any]]  # rows of a chunk, bytes of scratch, more
 
 def accumulate_in(work: Work, chunks: int) -> Literal["float32", "input"]:
     """Return where the weight's gradient is summed over so many chunks: see `HeadOptions`."""
-    dtype, asked, exp, few = work.weight_dtype, work.options.accumulate, work.choice[0] == "exp", 1
+    dtype, asked, exp, few = work.weight_dtype, work.accumulate, work.choice[0] == "exp", 1
     if dtype == torch.float16 or (not exp and work.device.type != "cpu" and dtype not in (work.dtype, work.wide)):
         return "float32"  # a GPU's GEMM of operands narrowed in another way cannot add to the weight's dtype
     if dtype.itemsize >= work.wide.itemsize:
@@ -731,8 +735,7 @@ def _cut_kept(work: Work) -> Cut:
     scratch = _cut_exponentials(of_chunks._replace(kept=False))[1]
     limits = [scratch, scratch + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
     for limit in limits:
-        options = replace(work.options, workspace_mib=limit / MIB)
-        rows, scratch, more = _cut_exponentials(of_chunks._replace(options=options))
+        rows, scratch, more = _cut_exponentials(of_chunks._replace(workspace_mib=limit / MIB))
         if rows >= min(N, KEPT_ROWS) and scratch <= limit:
             return rows, scratch, {**more, "kept": True}
     return _cut_exponentials(work._replace(kept=False))
