@@ -18,11 +18,8 @@ from lowtide.head.kernels.stats_rows import RowStats
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 
-SUMS = {
-    "entropy": "heat",
-    "sum_sq_prob": "squares",
-    "mean_logit": "total",
-}  # what each needs of `stats_logits.tile_stats`
+# what each statistic needs of `stats_logits.tile_stats`
+SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean_logit": "total"}
 
 
 class TileStatistics(Exponentials):

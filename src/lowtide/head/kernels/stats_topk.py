@@ -48,8 +48,8 @@ def highest_logits(
     T = min(k, P)
     tile_CT = tiles.top[:C].topk(T).indices
     # in the order of the tiles, and within one in that of the rows: sorting is stable
-    tile_of_pair, order = torch.sort(tile_CT.view(-1), stable=True)
-    begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, device=x_CD.device), out_int32=True)
+    tile_of_pair, order = torch.sort(tile_CT.view(-1).int(), stable=True)
+    begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, dtype=torch.int32, device=x_CD.device), out_int32=True)
     logits = torch.empty(C, T * columns, dtype=torch.float32, device=x_CD.device)
     _pair_logits[(P, SHARES.value)](
         matrix(x_CD)[:2], matrix(w_VD)[:2], order, begin, logits, transform, *w_VD.shape, T, COLUMNS=columns,
