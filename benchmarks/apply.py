@@ -68,8 +68,8 @@ class ApplyCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyConfig(ShapeSettings):
-    benchmark, named = "apply", NAMED
-    shape: tuple[str, ...] = shape_setting("4x4096", named=NAMED)
+    benchmark = "apply"
+    shape: tuple[str, ...] = shape_setting("4x4096", shapes=NAMED)
     function: tuple[str, ...] = setting((), "these functions alone", metavar="FUNCTION", names=FUNCTIONS)
 
 

@@ -119,8 +119,8 @@ PEERS = by_name(
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastiveConfig(ShapeSettings):
-    benchmark, named = "contrastive", NAMED
-    shape: tuple[str, ...] = shape_setting("batch-64k", named=NAMED)
+    benchmark = "contrastive"
+    shape: tuple[str, ...] = shape_setting("batch-64k", shapes=NAMED)
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
     work: tuple[str, ...] = setting((), "these tables alone", metavar="WORK", names=WORKS)
 

@@ -123,7 +123,7 @@ PEERS = by_name(
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceConfig(ShapeSettings):
-    benchmark, sizes, named = "divergence", SIZES, NAMED
+    benchmark = "divergence"
     shape: tuple[str, ...] = shape_setting("llama-8b-to-1b", SIZES, NAMED)
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
     work: tuple[str, ...] = setting((), "these divergences alone", metavar="WORK", names=KINDS)

@@ -87,7 +87,7 @@ PEERS = by_name(
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(ShapeSettings):
-    benchmark, sizes, named = "experts", SIZES, NAMED
+    benchmark = "experts"
     shape: tuple[str, ...] = shape_setting("qwen3-30b-a3b", SIZES, NAMED)
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
 

@@ -32,7 +32,7 @@ from heads_of_ranks import Runs, fsdp_ways, sharded_ways
 from rounds_of_ranks import PATIENCE, measure
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowtide.bench.case import limit_rows, make_case
+from lowtide.bench.case import make_case
 from lowtide.bench.harness import Table, begin, write_json
 from lowtide.bench.settings import Shape
 
@@ -50,7 +50,7 @@ def measure_sharded(
     x = local.x.detach()
     dist.broadcast(x, 0)
     y = torch.randint(0, rows * ranks, (N,), generator=torch.Generator().manual_seed(1)).to(device)
-    bare: Runs = {f"products, {c} rows": partial(local.bare, c) for c in limit_rows(N, rows * dtype.itemsize)}
+    bare: Runs = {f"products, {c} rows": partial(local.bare, c) for c in local.sizes}
     ways, notes = sharded_ways(x, local.w, y, meshes)
     measure(result["rows"], ways, bare, device, args.warm, args.reps, notes=notes, save=save)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from lowtide.bench.harness import Peer, Run, run_benchmark
+from lowtide.bench.harness import Peer, Run
 from lowtide.bench.settings import Settings
 from lowtide.cli.parser import add_options, given
 from lowtide.errors import LowtideError
@@ -26,6 +26,6 @@ def main(
     options = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), config)}
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     try:
-        return run_benchmark(measure, config(**options), partial(print, end="", flush=True), command, peers)
+        return Run(config(**options), partial(print, end="", flush=True), command, peers).execute(measure)
     except LowtideError as error:
         parser.error(str(error))

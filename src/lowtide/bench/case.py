@@ -7,7 +7,7 @@ N tokens, D hidden size, V vocabulary, K values per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.config import SEVERAL
 from lowtide.bench.harness import Peer, Row, Run, Table, reason_in, release
 from lowtide.head.options import Reduction
 from lowtide.measure.timing import Timing, kept_above, peak_above, time_side_by_side
@@ -75,8 +74,10 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What `bare` is tried with: rows of a chunk."""
-        return limit_rows(len(self.x), len(self.w) * self.x.itemsize)
+        """What `bare` is tried with: rows of a chunk, 2048, 4096 and all, but not what is too large to hold."""
+        N, row_bytes = len(self.x), len(self.w) * self.x.itemsize
+        fit = tuple(rows for rows in (*CHUNKS, N) if rows <= N and rows * row_bytes <= MOST_LOGITS)
+        return fit or (min(CHUNKS[0], N),)
 
     def call(self, function: Function) -> Any:
         """Return what a peer's function computes, of a loss per token the mean."""
@@ -95,11 +96,11 @@ class Case:
         ``dX = z W`` and ``dW += z^T x``. z takes the place of its gradient, which has the same shape. dW is summed in
         its own dtype, which is the least work.
         """
-        x, w = self.x.detach(), self.w.detach()
+        x, w = self.x, self.w
         logits_CV = x.new_empty(min(size, len(x)), len(w))
         dx, dw = torch.empty_like(x), torch.empty_like(w)
         for chunk in blocks(len(x), size):
-            z = logits_CV[: chunk.stop - chunk.start]
+            z = logits_CV[: len(x[chunk])]
             for _ in range(2 if self.gemms == 4 else 1):
                 torch.mm(x[chunk], w.T, out=z)
             if self.upstream:
@@ -143,18 +144,16 @@ class Case:
 
 
 def values_of_logits(z: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
-    """Return the values of those names from all logits [N, V] and targets [N] or [N, K]."""
-    logprobs = z.log_softmax(-1) if {"logprob", "entropy", "sum_sq_prob"} & {*names} else z
-    functions: dict[str, Callable[[], Tensor]] = {
-        "loss": lambda: F.cross_entropy(z, y, reduction="none"),
-        "logprob": lambda: logprobs.gather(-1, y.view(len(y), -1)).view_as(y),
-        "entropy": lambda: -(logprobs.exp() * logprobs).sum(-1),
-        "lse": lambda: z.logsumexp(-1),
-        "mean_logit": lambda: z.mean(-1),
-        "sum_sq_prob": lambda: logprobs.exp().square().sum(-1),
-        "topk": lambda: z.topk(min(SEVERAL, z.shape[-1])).values,
-    }
-    return tuple(functions[name]() for name in names)
+    """Return the loss, or the log-probability and perhaps the entropy, from all logits [N, V] and targets [N] or
+    [N, K].
+    """
+    if "loss" in names:
+        return (F.cross_entropy(z, y, reduction="none"),)
+    logprobs = z.log_softmax(-1)
+    values: Values = (logprobs.gather(-1, y.view(len(y), -1)).view_as(y),)
+    if "entropy" in names:
+        values += (-(logprobs.exp() * logprobs).sum(-1),)
+    return values
 
 
 def make_case(shape: Any, dtype: torch.dtype, device: str | torch.device, *, seed: int = 0) -> Case:
@@ -177,16 +176,9 @@ def loss_case(shape: Any, x: Tensor, w: Tensor, y: Tensor) -> Case:
     return Case(shape=shape, leaves=tuple(t.detach().requires_grad_() for t in (x, w)), y=y, upstream=(upstream,))
 
 
-def blocks(N: int, rows: int) -> Iterator[slice]:
-    """Yield slices that cover N rows, each of so many."""
-    for start in range(0, N, rows):
-        yield slice(start, min(start + rows, N))
-
-
-def limit_rows(N: int, row_bytes: int) -> tuple[int, ...]:
-    """Return the rows per chunk that are tried: 2048, 4096 and N, but none above N or too large to hold."""
-    fit = tuple(c for c in (*CHUNKS, N) if c <= N and c * row_bytes <= MOST_LOGITS)
-    return fit or (min(CHUNKS[0], N),)
+def blocks(N: int, rows: int) -> list[slice]:
+    """Return slices that cover N rows, each of so many."""
+    return [slice(start, start + rows) for start in range(0, N, rows)]
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
@@ -197,8 +189,8 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 @torch.no_grad()
 def relative_error(got: Tensor, true: Tensor) -> float:
     """Return ``||got - true|| / ||true||``, of a difference in the dtype of ``true``."""
-    difference, norm = got.to(true.dtype) - true, partial(torch.linalg.vector_norm, dtype=torch.float64)
-    return float(norm(difference) / norm(true))
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    return float(norm(got.to(true.dtype) - true) / norm(true))
 
 
 TABLE = Table(
@@ -209,7 +201,6 @@ TABLE = Table(
     lambda row: [f"{name} off by {error:.1e}" for name, error in row.get("errors", {}).items()],
 )  # fmt: skip
 Times = Callable[..., dict[str, Timing]]  # `time_side_by_side` of some functions
-More = Callable[[Case, Peer, Row], Row]
 
 
 def limit_of(case: Case, times: Times) -> Row:
@@ -266,7 +257,7 @@ def row_of(case: Case, peer: Peer, size: int, exact: Exact, times: Times) -> Row
 
 def measure_case(
     run: Run, case: Case, entry: Row, peers: Iterable[Peer] = (), *, rows: str = "rows", table: Table = TABLE,
-    more: More = lambda *_: {},
+    more: Callable[[Case, Peer, Row], Row] = lambda *_: {},
 ) -> None:  # fmt: skip
     """Measure a case by the peers, without any by the chosen ones of the run, and print the table.
 
@@ -300,7 +291,7 @@ def measure_cases(run: Run, cases: Callable[[Run, Any], Iterable[Case]]) -> None
     """Measure several cases of each shape: a table for each."""
     shapes = run.result["shapes"] = []
     for shape in run.config.shapes:
-        shapes.append({**vars(shape), "tables": []})
+        shapes.append({**vars(shape), "tables": (tables := [])})
         for case in cases(run, shape):
-            shapes[-1]["tables"].append(entry := Row())
+            tables.append(entry := Row())
             measure_case(run, case, entry)

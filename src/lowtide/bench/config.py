@@ -16,19 +16,16 @@ HEAD_PEERS = (
 STATS_PEERS = (
     "lowtide", "naive", "compile", "trl", "liger-scaled", "liger-native", "cce-exact", "torch", "checkpoint-8",
 )  # fmt: skip
-SEVERAL = 8  # targets of a token, or highest logits
+SEVERAL = 8  # targets of a token
 WORKS: dict[str, tuple[str, tuple[str, ...], int]] = {  # of stats: title, values, GEMMs
     "logprob-entropy": ("log-probability and entropy", ("logprob", "entropy"), 4),
     "logprob": ("log-probability", ("logprob",), 4),
     "targets": (f"log-probabilities of {SEVERAL} targets a token", ("logprob",), 4),
     "logprob-forward": ("log-probability", ("logprob",), 1),
     "logprob-entropy-forward": ("log-probability and entropy", ("logprob", "entropy"), 1),
-    "all-forward": ("all statistics but the top k", ("logprob", "entropy", "lse", "mean_logit", "sum_sq_prob"), 1),
-    "topk-forward": (f"logsumexp and {SEVERAL} highest logits", ("lse", "topk"), 1),
 }
 """A policy that is trained, with and without an entropy bonus and on several candidates, and one that only scores."""
 MLP_PEERS = ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")
-MLP_SIZES = ("batch", "seq", "D", "F")
 MLPS = {
     "llama-8b-32k": (1, 32768, 4096, 14336),
     "llama-70b-8k": (1, 8192, 8192, 28672),
@@ -87,11 +84,10 @@ class SweepBenchConfig(HeadBenchConfig):
 class StatsBenchConfig(ShapeSettings):
     """Time, peak memory and errors of per-token statistics, of lowtide and every peer that can be imported, interleaved
     in one process with the limit. With random upstream gradients, forward and backward: the log-probability of each
-    token's target, with and without the entropy, and of several targets. Without gradients: these, all other
-    statistics, and the highest logits. The limit is the bare GEMMs (four with gradients, as no logits are saved, else
-    one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are above the inputs and include the
-    gradients; errors are against GEMMs in a wider dtype. A peer that fails, or does not offer the work, is a row with
-    the reason.
+    token's target, with and without the entropy, and of several targets. Without gradients: the first two. The limit is
+    the bare GEMMs (four with gradients, as no logits are saved, else one) over chunks of 2048, 4096 or all rows,
+    whichever is fastest. Peaks are above the inputs and include the gradients; errors are against GEMMs in a wider
+    dtype. A peer that fails, or does not offer the work, is a row with the reason.
     """
 
     benchmark, summary = "stats", "log-probabilities and entropies"
@@ -114,14 +110,14 @@ class MlpBenchConfig(ShapeSettings):
     peer that fails is a row with the reason.
     """
 
-    benchmark, summary, sizes, named = "mlp", "the gated MLP", MLP_SIZES, MLPS
+    benchmark, summary = "mlp", "the gated MLP"
     examples: ClassVar = {
         "--shape all": "a layer of a Llama of 8B at 32768 tokens, and of 70B at 8192",
         "--shape 16,512,1024,4096 --dtype float32": "your own sizes",
         "--shape 2,64,32,96 --device cpu": "a small run without a GPU",
     }
 
-    shape: tuple[str, ...] = shape_setting("llama-8b-32k", MLP_SIZES, MLPS)
+    shape: tuple[str, ...] = shape_setting("llama-8b-32k", ("batch", "seq", "D", "F"), MLPS)
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=MLP_PEERS)
 
 

@@ -73,18 +73,17 @@ class Table:
     @property
     def header(self) -> str:
         """The line of titles."""
-        cells = (f"{key:{'<' if '<' in spec else '>'}{_width(spec)}}" for key, spec in self.columns.items())
+        cells = (f"{key:{'<' if '<' in spec else '>'}{len(format(0, spec))}}" for key, spec in self.columns.items())
         return "".join(cells).rstrip() + "\n"
 
     def line(self, row: Row) -> str:
         """Return a row as text: its figures, blanks for what it has not, and why it failed."""
-        cells = (" " * _width(spec) if row.get(k) is None else format(row[k], spec) for k, spec in self.columns.items())
+        cells = (
+            " " * len(format(0, spec)) if row.get(key) is None else format(row[key], spec)
+            for key, spec in self.columns.items()
+        )
         notes = "; ".join([*self.notes(row), row.get("failed", "")]).strip("; ")
         return f"{''.join(cells).rstrip()}  {notes}".rstrip() + "\n"
-
-
-def _width(spec: str) -> int:
-    return int(re.sub(r"\..*|\D", "", spec))
 
 
 def begin(
@@ -97,16 +96,16 @@ def begin(
     """
     machine, today = describe_machine(sorted({*packages} - {""})), dt.datetime.now(tz=dt.UTC).date().isoformat()
     root, gpu = Path(folder), str(machine["gpu"]).lower() if device.type == "cuda" else "cpu"
-    short = [*re.findall(r"[a-z]*\d[a-z\d]*", gpu), gpu.split()[-1]][0]
+    short = re.findall(r"[a-z]*\d[a-z\d]*|\S+$", gpu)[0]
     try:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         raise ArgumentValueError(message("output", "a folder that can be written", f"{root} ({error})")) from error
     names = (root / f"{today}-{benchmark}-{short}{f'-{i}' * (i > 1)}.json" for i in itertools.count(1))
-    file = next(name for name in names if not name.exists())
     command = re.sub(r" --output[ =]\S+", "", command)
-    return file, {"command": command, "date": today, "commit": source_commit(), "machine": machine}
+    found = {"command": command, "date": today, "commit": source_commit(), "machine": machine}
+    return next(itertools.filterfalse(Path.exists, names)), found
 
 
 def write_json(file: Path, result: Row) -> None:
@@ -158,38 +157,29 @@ class Run:
         return [peer for name, peer in self.peers.items() if name in (self.config.only or self.peers)]
 
     def add(self, row: Row, rows: list[Row], table: Table) -> None:
-        """Append a row to a list of the result, print it and write the result."""
+        """Append a row to a list of the result, print it and write the result. Its name is in the first column."""
         rows.append(row)
-        if is_failure(row, getattr(self.config, "only", ())):
+        if is_failure(str(row[next(iter(table.columns))]), row, getattr(self.config, "only", ())):
             self.status = 1
         self.say(table.line(row))
         write_json(self.file, self.result)
 
-
-def run_benchmark(
-    measure: Callable[[Run], object],
-    config: Any,
-    say: Callable[[str], object],
-    command: str,
-    peers: Mapping[str, Peer],
-) -> int:
-    """Run a benchmark, say where its result is, also after Ctrl-C, and return the exit status; see `Run`."""
-    run = Run(config, say, command, peers)
-    try:
-        measure(run)
-    finally:
-        if run.file.exists():
-            say(f"written: {run.file}\n")
-    return run.status
+    def execute(self, measure: Callable[[Run], object]) -> int:
+        """Measure, say where the result is, also after Ctrl-C, and return the exit status."""
+        try:
+            measure(self)
+        finally:
+            if self.file.exists():
+                self.say(f"written: {self.file}\n")
+        return self.status
 
 
-def is_failure(row: Row, named: Iterable[str] = ()) -> bool:
-    """Return whether a row makes the exit status 1.
+def is_failure(name: str, row: Row, named: Iterable[str] = ()) -> bool:
+    """Return whether the row of this name makes the exit status 1.
 
     That is a failure of lowtide's own, other than for lack of memory or in a case that it does not support, and a peer
     that cannot be imported and was requested by name.
     """
-    name = next((str(row[key]) for key in ("name", "way", "peer") if key in row), "")
     ours = name.startswith(LOWTIDE)
     if "missing" in row:
         return name in named or ours

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.case import Case, Function, Values, make_case, measure_shapes, values_in, values_of_logits
-from lowtide.bench.config import HEAD_PEERS, SEVERAL
+from lowtide.bench.config import HEAD_PEERS
 from lowtide.bench.harness import Peer, Row, by_name, compiled, gpu_module
-from lowtide.bench.variant import LIGER, LOWTIDE
+from lowtide.bench.variant import LOWTIDE
 from lowtide.errors import UnsupportedError
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.plan import plan_head
@@ -34,13 +34,12 @@ TRL_COLUMNS = 32768  # classes of the logits that TRL 1.16 holds at a time
 
 
 def _lowtide(case: Case) -> Function:
-    if len(case.names) == 1 and case.names[0] in ("loss", "logprob"):
-        return linear_cross_entropy if case.names == ("loss",) else linear_logprobs
-    topk = min(SEVERAL, len(case.w)) if "topk" in case.names else None
+    if "entropy" not in case.names:
+        return linear_cross_entropy if "loss" in case.names else linear_logprobs
 
-    def run(x: Tensor, w: Tensor, y: Tensor) -> Values:
-        stats: Any = linear_token_stats(x, w, y, want=case.names, topk=topk)
-        return tuple(stats.topk.values if name == "topk" else getattr(stats, name) for name in case.names)
+    def run(x: Tensor, w: Tensor, y: Tensor) -> Any:
+        stats = linear_token_stats(x, w, y, want=("logprob", "entropy"))
+        return stats.logprob, stats.entropy
 
     return run
 
@@ -61,35 +60,24 @@ def _checkpointed(case: Case) -> Function:
     return run
 
 
-class GradientsInForward(torch.autograd.Function):
-    """The mean of the losses, chunk by chunk in plain PyTorch, each chunk's gradients computed in forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        """Return the mean."""
-        x, w, total = x.detach().requires_grad_(), w.detach().requires_grad_(), torch.zeros((), device=x.device)
-        with torch.enable_grad():
-            for rows in torch.arange(len(y)).chunk(CHUNKS):
-                loss = F.cross_entropy((x[rows] @ w.T).float(), y[rows], reduction="sum") / len(y)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
-        ctx.save_for_backward(x.grad, w.grad)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients, scaled."""
-        return *(gradient * upstream for gradient in ctx.saved_tensors), None
+def _gradients_in_forward(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """Return the mean of the losses, chunk by chunk, each chunk's gradients added to ``.grad`` at once."""
+    total: Any = 0
+    for rows in torch.arange(len(y)).chunk(CHUNKS):
+        loss = F.cross_entropy((x[rows] @ w.T).float(), y[rows], reduction="sum") / len(y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total.requires_grad_()  # type: ignore[no-any-return]
 
 
-def _losses(build: Build, *more: str) -> Build:
-    """Return what builds, of a function that computes each token's loss and ``more``, a case's values: a loss, or a
-    log-probability, and the others.
+def _losses(build: Build, *, entropy: bool = False) -> Build:
+    """Return what builds, of a function that computes each token's loss, and perhaps its entropy, a case's values: a
+    loss, or a log-probability, and the entropy.
     """
 
     def of_case(case: Case) -> Function:
-        if case.y.dim() > 1 or not {"loss", "logprob", *more}.issuperset(case.names):
-            raise UnsupportedError(f"computes {' and '.join(('logprob', *more))} of one target a token alone")
+        if case.y.dim() > 1 or ("entropy" in case.names and not entropy):
+            raise UnsupportedError(f"computes logprob{' and entropy' * entropy} of one target a token alone")
         function = build(case)
 
         def run(x: Tensor, w: Tensor, y: Tensor) -> Values:
@@ -150,11 +138,11 @@ def _liger_native(case: Case) -> Function:
 
 def _trl(case: Case) -> Function:
     apply: Any = importlib.import_module("trl.kernels").ChunkedLogProbFunction.apply
-    outputs = tuple(name for name in case.names if name == "entropy")
+    more = case.names[1:]  # the entropy
 
     def losses(x: Tensor, w: Tensor, y: Tensor) -> Values:
-        logprobs, *more = apply(x, w, None, y, 1.0, TRL_COLUMNS, None, 1.0, outputs)
-        return -logprobs, *more[: len(outputs)]
+        logprobs, *others = apply(x, w, None, y, 1.0, TRL_COLUMNS, None, 1.0, more)
+        return -logprobs, *others[: len(more)]
 
     return losses
 
@@ -164,17 +152,17 @@ ALL_PEERS = by_name(
     Peer(LOWTIDE, _lowtide),
     Peer("naive", naive),
     Peer("compile", lambda case: compiled(naive(case))),
-    Peer(LIGER, _on_gpu("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"), "liger-kernel"),
+    Peer("liger", _on_gpu("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"), "liger-kernel"),
     Peer("liger-sm90", _liger_sm90, "liger-kernel"),
-    Peer("liger-scaled", _losses(_liger_scaled, "entropy"), "liger-kernel"),
-    Peer("liger-native", _losses(_liger_native, "entropy"), "liger-cute-kernels"),
+    Peer("liger-scaled", _losses(_liger_scaled, entropy=True), "liger-kernel"),
+    Peer("liger-native", _losses(_liger_native, entropy=True), "liger-cute-kernels"),
     Peer("cce", _on_gpu(*_CCE), "cut-cross-entropy"),  # small gradients dropped
     Peer("cce-exact", _losses(_on_gpu(*_CCE, filter_eps=None)), "cut-cross-entropy"),
     Peer("quack", _quack, "quack-kernels"),
-    Peer("trl", _losses(_trl, "entropy"), "trl"),
+    Peer("trl", _losses(_trl, entropy=True), "trl"),
     Peer("torch", _losses(_torch)),
     Peer(f"checkpoint-{CHUNKS}", _checkpointed),
-    Peer(f"forward-{CHUNKS}", lambda _: GradientsInForward.apply),
+    Peer(f"forward-{CHUNKS}", lambda _: _gradients_in_forward),
 )
 PEERS = {name: ALL_PEERS[name] for name in HEAD_PEERS}
 
@@ -186,8 +174,8 @@ def of_loss(case: Case, peer: Peer, row: Row) -> Row:
     errors = {f"{name}_error": error for name, error in row.get("errors", {}).items()}
     if peer.name != LOWTIDE:
         return errors
-    plan = plan_head(case.shape.N, case.shape.D, case.shape.V, case.x.dtype, case.x.device)
-    return errors | {"plan": asdict(plan)}
+    N, D = case.x.shape
+    return errors | {"plan": asdict(plan_head(N, D, len(case.w), case.x.dtype, case.x.device))}
 
 
 measure = partial(measure_shapes, make=make_case, rows="table", more=of_loss)

@@ -13,8 +13,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide.bench.harness import release
-from lowtide.bench.variant import LIGER, OURS, Variant
-from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.bench.variant import LIGER, OURS, Variant, check_installed
+from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.child import allocator_setting
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
 from lowtide.measure.timing import time_side_by_side
@@ -79,17 +79,18 @@ def build_model(
 
         adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
         trained = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    policy: Any = parse_policies(variant.policy, model.config.num_hidden_layers)
+    layers = find_stack(model).layers.values()
+    policy: Any = parse_policies(variant.policy, len(layers))
     if variant.impl in OURS:
         patch(model)
         apply_policy(model, policy)
         if variant.compiles_layers:
-            for layer in find_stack(model).layers.values():
+            for layer in layers:
                 layer.compile(dynamic=False)
         return trained
     if variant.compiles_layers:
         model.loss_function = torch.compile(model.loss_function, dynamic=False)  # from the logits on
-    for layer in find_stack(model).layers.values():
+    for layer in layers:
         if variant.compiles_layers:
             layer.forward = torch.compile(layer.forward, dynamic=False)
         if policy.keep != "all":
@@ -109,12 +110,9 @@ def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.opt
         return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, foreach=True)
     if name != "adamw-8bit":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=name == "adamw", foreach=name != "adamw")
-    try:
-        optimizer: Any = importlib.import_module("bitsandbytes.optim").AdamW8bit
-    except ImportError as error:
-        hint = "pip install bitsandbytes, or take another."
-        raise UnsupportedError(message("optimizer", "bitsandbytes to be installed", str(error), hint)) from error
-    return optimizer(parameters, lr=LEARNING_RATE)  # type: ignore[no-any-return]
+    check_installed("optimizer", "bitsandbytes")
+    optimizers: Any = importlib.import_module("bitsandbytes.optim")
+    return optimizers.AdamW8bit(parameters, lr=LEARNING_RATE)  # type: ignore[no-any-return]
 
 
 def measure_steps(
@@ -133,7 +131,7 @@ def measure_steps(
     if states is not None:
         offload_optimizer(stepper, model, **states)
     vocab, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab, sizes, generator=generator).to(device)
+    ids = torch.randint(vocab, sizes, generator=generator).to(device)
     release(device)
     losses: list[Tensor] = []
 
@@ -151,11 +149,11 @@ def measure_steps(
     timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
     seconds = timing.median_ms / 1e3
     row: dict[str, Any] = {"seconds": seconds, "spread": timing.spread, "tokens_per_s": ids.numel() / seconds}
-    row["losses"] = [loss.item() for loss in losses]
-    if device.type != "cuda":
-        return row | {"peak_gib": gib(peak_resident_bytes())}
-    held = {"reserved_gib": gib(cuda_reserved_bytes()), "allocator": allocator_setting()}
-    return row | {"peak_gib": gib(cuda_peak_bytes()), **held}
+    row |= {"losses": [loss.item() for loss in losses], "peak_gib": gib(peak_resident_bytes())}
+    if device.type == "cuda":
+        row |= {"peak_gib": gib(cuda_peak_bytes()), "reserved_gib": gib(cuda_reserved_bytes())}
+        row["allocator"] = allocator_setting()
+    return row
 
 
 def checkpointed(function: Callable[..., Any], policy: ActivationPolicy) -> Callable[..., Any]:

@@ -41,10 +41,11 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, 
     try:
         model = planned_model(settings, plan, device)
         states = {"gib": plan.states_gib, "late": plan.chosen.late} if plan.chosen.states else None
-        wide, keep = job.autocast or (job.adapters is not None and job.narrow < 4), job.keep_gradients
-        sizes, rounds = (job.batch_size, job.seq_len), {"warm": warm, "reps": steps}
         try:
-            measured = measure_steps(model, job.optimizer, states, sizes, **rounds, wide=wide, keep_gradients=keep)
+            measured = measure_steps(
+                model, job.optimizer, states, (job.batch_size, job.seq_len), warm=warm, reps=steps,
+                wide=job.autocast or (job.adapters is not None and job.narrow < 4), keep_gradients=job.keep_gradients,
+            )  # fmt: skip
         finally:
             remove_policy(model)
     except Exception as error:

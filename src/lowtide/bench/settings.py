@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.shapes import SHAPES, config_file
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Device = Literal["auto", "cpu", "cuda"]
 HEADS = {  # N, D, V
     "llama-1b": (16384, 2048, 131072),  # a Llama-3.2-1B's head, its vocabulary rounded up to 2**17
     "gemma-2b": (8192, 2304, 256000),
@@ -24,14 +22,15 @@ HEADS = {  # N, D, V
 
 
 def setting(
-    default: Any, help: str, *, metavar: str | None = None, least: int | None = None, names: Iterable[Any] | None = None
+    default: Any, help: str, *, least: int | None = None, names: Iterable[Any] | None = None, **more: Any
 ) -> Any:
-    """Return a field that `lowtide.cli.parser.add_options` makes an option of, with what stands for its value in the
-    help, the least that a number (or each of several) can be, and all that values can be, which the help lists.
+    """Return a field that `lowtide.cli.parser.add_options` makes an option of, with the least that a number (or each of
+    several) can be, and all that values can be, which the help lists; ``more`` is metadata: ``metavar`` stands for the
+    value in the help.
     """
     if names is not None:
         help = f"{help}: {', '.join(map(str, names))}"
-    return field(default=default, metadata={"help": help, "metavar": metavar, "least": least, "names": names})
+    return field(default=default, metadata={"help": help, "least": least, "names": names, **more})
 
 
 class Shape(SimpleNamespace):
@@ -48,8 +47,10 @@ class Settings:
     summary: ClassVar[str]  # its line in ``lowtide bench --help``
     examples: ClassVar[Mapping[str, str]]  # arguments, and what they do
     packages: ClassVar[tuple[str, ...]] = ()  # whose versions a result has, besides its peers'
-    dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
-    device: Device = setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where; auto: a GPU if there is one")
     output: str = setting(".", "folder for the files that are written", metavar="DIR")
 
     def __post_init__(self) -> None:
@@ -83,12 +84,8 @@ class RoundSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeSettings(RoundSettings):
-    """What benchmarks of shapes have: what a shape's numbers are called, in order, and shapes by name; subclasses have
-    the field ``shape`` from `shape_setting`.
-    """
+    """What benchmarks of shapes have; subclasses have the field ``shape`` from `shape_setting`."""
 
-    sizes: ClassVar[tuple[str, ...]] = ("N", "D", "V")
-    named: ClassVar[Mapping[str, tuple[int, ...]]] = HEADS
     shape: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -98,17 +95,24 @@ class ShapeSettings(RoundSettings):
     @property
     def shapes(self) -> list[Shape]:
         """The shapes of the names, of ``all``, and of numbers; else `ArgumentValueError`."""
-        texts = [name for text in self.shape for name in (self.named if text == "all" else [text])]
+        about = self.__dataclass_fields__["shape"].metadata
+        sizes, named = about["sizes"], about["shapes"]
+        texts = [name for text in self.shape for name in (named if text == "all" else [text])]
         shapes = []
         for text in texts:
-            numbers: Any = self.named.get(text) or text.split(",")
+            numbers: Any = named.get(text) or text.split(",")
             whole = all(str(number).isdecimal() and int(number) > 0 for number in numbers)
-            known = f"{', '.join(self.named)}, all, or numbers above 0: {','.join(self.sizes)}"
-            self.require("shape", whole and len(numbers) == len(self.sizes), known)
-            shapes.append(Shape(name=text, **dict(zip(self.sizes, map(int, numbers), strict=True))))
+            known = f"{', '.join(named)}, all, or numbers above 0: {','.join(sizes)}"
+            self.require("shape", whole and len(numbers) == len(sizes), known)
+            shapes.append(Shape(name=text, **dict(zip(sizes, map(int, numbers), strict=True))))
         return shapes
 
 
-def shape_setting(usual: str, sizes: Iterable[str] = ("N", "D", "V"), named: Iterable[str] = HEADS) -> Any:
-    """Return the field ``shape`` of `ShapeSettings`: ``usual`` is what is measured without the option."""
-    return setting((usual,), f"{', '.join(named)}; all; or numbers {','.join(sizes)}", metavar="SHAPE")
+def shape_setting(
+    usual: str, sizes: Sequence[str] = ("N", "D", "V"), shapes: Mapping[str, tuple[int, ...]] = HEADS
+) -> Any:
+    """Return the field ``shape`` of `ShapeSettings`: ``usual`` is what is measured without the option, ``sizes`` what a
+    shape's numbers are called, in order, and ``shapes`` those by name.
+    """
+    about = f"{', '.join(shapes)}; all; or numbers {','.join(sizes)}"
+    return setting((usual,), about, metavar="SHAPE", sizes=sizes, shapes=shapes)

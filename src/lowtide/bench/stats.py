@@ -29,11 +29,11 @@ def stats_case(case: Case, work: str) -> Case:
     y, N, trained = case.y, len(case.x), gemms > 1
     random: Any = {"device": y.device, "generator": torch.Generator(y.device).manual_seed(1)}
     if work == "targets":
-        y = torch.cat((y[:, None], torch.randint(0, len(case.w), (N, SEVERAL - 1), **random)), 1)
+        y = torch.cat((y[:, None], torch.randint(len(case.w), (N, SEVERAL - 1), **random)), 1)
     upstream = tuple(torch.randn(y.shape if n == "logprob" else (N,), **random) / N for n in names if trained)
     leaves = tuple(leaf.detach().requires_grad_(trained) for leaf in case.leaves)
-    name = f"{title}, {'forward and backward' if trained else 'no gradient'}"
-    return replace(case, name=name, names=names, gemms=gemms, leaves=leaves, y=y, upstream=upstream)
+    title += ", forward and backward" if trained else ", no gradient"
+    return replace(case, name=title, names=names, gemms=gemms, leaves=leaves, y=y, upstream=upstream)
 
 
 def stats_cases(run: Run, shape: Any) -> Iterator[Case]:

@@ -39,7 +39,8 @@ def row_of(way: str, tokens: int, settings: dict[str, Any]) -> Row:
 
 def measure(run: Run) -> None:
     """Measure each variant at each length, whatever it is called in ``way``."""
-    config, rows = run.config, run.result.setdefault("rows", [])
+    config = run.config
+    rows = run.result["rows"] = list[Row]()
     language_part(model_config(config.model))
     run.result["config"] = run.settings
     first: dict[int, float] = {}  # seconds of the first row of each length

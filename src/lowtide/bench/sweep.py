@@ -6,7 +6,6 @@ The axes are those requested for PyTorch's own function (pytorch/pytorch issue 1
 from functools import partial
 
 from lowtide.bench import head
-from lowtide.bench.head import PEERS
 
-__all__ = ["PEERS", "measure"]
+PEERS = head.PEERS
 measure = partial(head.measure, entries="points", rows="rows")

@@ -14,8 +14,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory.policy import parse_policies
 
 STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
-LOWTIDE_COMPILED = f"{LOWTIDE}-{COMPILE}"
-OURS = (LOWTIDE, LOWTIDE_COMPILED)
+OURS = (LOWTIDE, f"{LOWTIDE}-{COMPILE}")
 IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, *OURS)
 PEER_POLICIES = ("all", "input", "input-offload", "attention", "attention-offload")
 
@@ -43,7 +42,7 @@ class Variant:
     @property
     def compiles_layers(self) -> bool:
         """Whether each layer goes through torch.compile."""
-        return self.impl in (COMPILE, LOWTIDE_COMPILED)
+        return self.impl.endswith(COMPILE)
 
     @classmethod
     def named(cls, name: str, policy: str = "input") -> Variant:
@@ -53,6 +52,12 @@ class Variant:
 
     def check_installed(self) -> None:
         """Raise `UnsupportedError` where Liger's package is not installed."""
-        if self.impl == LIGER and importlib.util.find_spec("liger_kernel") is None:
-            hint = "pip install liger-kernel, or leave liger out."
-            raise UnsupportedError(message("impl", "the package liger-kernel to be installed", "none", hint))
+        if self.impl == LIGER:
+            check_installed("impl", "liger-kernel")
+
+
+def check_installed(option: str, package: str) -> None:
+    """Raise `UnsupportedError` where the package that an option's value needs is not installed."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        hint = f"pip install {package}, or take another."
+        raise UnsupportedError(message(option, f"the package {package} to be installed", "none", hint))

@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
         sys.stderr.write(
             f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small}\n"
         )
-    from lowtide.bench.harness import run_benchmark
+    from lowtide.bench.harness import Run
 
     kind = import_module(f"lowtide.bench.{name}")
-    return run_benchmark(kind.measure, config, say, shlex.join(["lowtide", *arguments.words]), kind.PEERS)
+    return Run(config, say, shlex.join(["lowtide", *arguments.words]), kind.PEERS).execute(kind.measure)

@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     config = ProfileConfig(**given(arguments, ProfileConfig))
     config.check_here()  # before torch is loaded
-    from lowtide.bench.harness import run_benchmark
+    from lowtide.bench.harness import Run
     from lowtide.profile.run import profile
 
-    return run_benchmark(profile, config, say, shlex.join(["lowtide", *arguments.words]), {})
+    return Run(config, say, shlex.join(["lowtide", *arguments.words]), {}).execute(profile)
