@@ -35,7 +35,7 @@ from distributed.models import (
     same_mean,
     step,
 )
-from lowtide.errors import ArgumentTypeError, ArgumentValueError
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 
 def shard(model: Any, how: str = "root", reshard: bool | None = None, mesh: Any = None, **settings: Any) -> Any:
@@ -129,6 +129,33 @@ def scores() -> None:
         assert isinstance(model.lm_head.weight, DTensor)
         found.append(logits.log_softmax(-1).gather(-1, ids[..., None]))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def logits_after_backward() -> None:
+    """Backward has resharded the head, in its own unit or the root's: values are stock's, and another step an error."""
+    for how in ("root", "own"):
+        ours, stock = (shard(model_of(), how) for _ in range(2))
+        report = lowtide.patch(ours)
+        batch = batch_of(dist.get_rank())
+        expected = stock(**batch).logits.detach()
+        found = []
+        for _ in range(3):
+            outputs = ours(**batch)
+            outputs.loss.backward()
+            found.append(outputs.logits)
+        assert isinstance(ours.lm_head.weight, DTensor)
+        torch.testing.assert_close(found[0] + 0, expected)
+        assert torch.equal(found[1].detach().argmax(-1), expected.argmax(-1))
+        assert isinstance(ours.lm_head.weight, DTensor), how
+        fused(report, 3, 1, what=how)
+        if how == "root":
+            with pytest.raises(UnsupportedError, match="FSDP2 has resharded the weight"):
+                (found[0] * 2).sum().backward()
+            with pytest.raises(UnsupportedError, match="FSDP2 has resharded the weight"):
+                nn.functional.cross_entropy(found[1].flatten(0, 1), batch["input_ids"].flatten())
+        torch.optim.SGD(ours.parameters(), lr=0.1).step()
+        with pytest.raises(UnsupportedError, match=r"read outputs\.logits before"):
+            found[2].sum()
 
 
 def functional_head() -> None:

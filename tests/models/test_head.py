@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -181,13 +179,22 @@ def test_a_scaler_that_overflows_keeps_ignored_tokens_out(adapted, pair):
 def test_two_models_that_share_a_head(build, batch):
     one, two = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)
     two.lm_head = one.lm_head
-    lowtide.patch(one)
-    assert "another patched model" in str(lowtide.patch(two))
-    assert two(**batch).loss.isfinite()
+    reports = [lowtide.patch(model) for model in (one, two)]
+    losses = [model(**batch).loss for model in (one, two)]
     lowtide.unpatch(two)
-    report = lowtide.patch(one)
-    one(**batch)
-    expect_calls(report, 1)
-    del one, report
-    gc.collect()
-    assert lowtide.patch(two).parts["loss"].patched  # nobody else's any more
+    assert type(one.lm_head) is torch.nn.Linear
+    torch.testing.assert_close(losses, [model(**batch).loss for model in (one, two)])
+    for report, calls in zip(reports, (2, 1), strict=True):
+        expect_calls(report, calls)
+
+
+@promise("reversible")
+def test_logits_of_a_head_that_was_replaced_since(patched, batch):
+    model, stock, report = patched("llama", mlp=False)
+    logits, expected = (m(**batch).logits for m in (model, stock))
+    old = model.lm_head
+    model.set_output_embeddings(torch.nn.Linear(16, 97))
+    model(**batch)
+    torch.testing.assert_close(logits + 0, expected)
+    assert type(old(torch.ones(1, 16))) is torch.Tensor
+    expect_calls(report, 2, 1)

@@ -124,7 +124,7 @@ READ = {
     "next tokens": lambda z, ids: z.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1),
     "cross entropy of each": lambda z, ids: torch.stack([F.cross_entropy(z[i, :-1], ids[i, 1:]) for i in (0, 1)]),
     "argmax of log-probabilities": lambda z, ids: z.log_softmax(-1).argmax(-1, keepdim=True).float(),
-    "on the CPU": lambda z, ids: z.cpu().log_softmax(-1).to("cpu")[0].gather(-1, ids[0, :, None]),
+    "on their device": lambda z, ids: z.to(z.device).log_softmax(-1).to("cpu")[0].gather(-1, ids[0, :, None]),
     "split": lambda z, ids: torch.cat([part.argmax(-1) for part in z.split([4, 7], dim=1)], 1).float(),
     "copies of all rows": lambda z, ids: z.log_softmax(-1).unsqueeze(1).expand(2, 3, -1, -1).gather(
         -1, torch.arange(6 * T).remainder(V).view(2, 3, T, 1)
@@ -198,11 +198,10 @@ def test_generation_is_unchanged_and_builds_the_last_token_alone(settings, pair,
 
 
 @promise("reversible")
-@pytest.mark.parametrize("loss", [None, True, False])
-def test_the_context_restores_what_was_there(loss, pair, batch):
-    """``loss`` is that of an earlier patch, None: there was none."""
+@pytest.mark.parametrize("patched_before", [False, True])
+def test_the_context_restores_what_was_there(patched_before, pair, batch):
     model, _ = pair("llama")
-    report = None if loss is None else lowtide.patch(model, loss=loss)
+    report = lowtide.patch(model) if patched_before else None
     before, lines = state_of(model), None if report is None else dict(report.parts)
     with contextlib.suppress(ZeroDivisionError), lowtide.scoring(model) as inner, torch.no_grad():
         assert report in (None, inner)
@@ -216,7 +215,7 @@ def test_the_context_restores_what_was_there(loss, pair, batch):
     assert report is None or report.parts == lines
     with torch.no_grad():
         assert type(model(input_ids=batch["input_ids"]).logits) is torch.Tensor
-    if not loss:
+    if not patched_before:
         with pytest.raises(UnsupportedError, match="the model was unpatched"):
             logits.log_softmax(-1).exp()
 
@@ -225,6 +224,10 @@ def test_the_context_restores_what_was_there(loss, pair, batch):
 def test_scoring_needs_the_loss(build):
     with pytest.raises(ArgumentValueError, match="scoring: expected loss=True beside it"):
         lowtide.patch(build("llama"), loss=False, scoring=True)
+    model = build("llama")
+    lowtide.patch(model, loss=False)
+    with pytest.raises(ArgumentValueError, match="the loss patched, got left as it is: loss=False"):
+        lowtide.scoring(model).__enter__()
 
 
 def test_scores_have_the_gradients_of_stock(patched, batch):

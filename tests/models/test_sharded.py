@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowtide.errors import UnsupportedError
 from models.conftest import PEFT, assert_same_gradients, expect_calls
 from promises import promise
 from support import every_pair
@@ -56,17 +55,6 @@ def test_what_a_sharded_head_computes_may_be_changed_in_place(use, one_process, 
         result += 1
         result.square().sum().backward()
     assert_same_local_gradients(model, stock, floor=1e-4)
-
-
-def test_logits_after_the_backward_of_a_head_that_the_root_shards(one_process, patched, batch):
-    """The root has let go of its weights then; what ranks compute is a test of `distributed`."""
-    model, stock, _ = patched("llama", settings={"tie_word_embeddings": False})
-    shard(model, head=False)
-    outputs = model(**batch)
-    outputs.loss.backward()
-    with pytest.raises(UnsupportedError, match=r"read outputs\.logits before"):
-        outputs.logits.sum()
-    torch.testing.assert_close(model(**batch).logits, stock(**batch).logits)
 
 
 @every_pair(settings=[{}, {"find_unused_parameters": True}], own_loss=[False, True])

@@ -2,10 +2,13 @@
 
 A patched head is called twice: by the model, for which it returns lazy logits, and by the loss, which needs the weight.
 A unit of its own would reshard the weight in between and gather it again. One that it shares with other modules (the
-last norm, the embedding) would wait for a second call of these, and not end its forward.
+last norm, the embedding) would wait for a second call of these, and not end its forward. Backward reshards all units,
+and logits may be read after it.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -41,7 +44,27 @@ def end_forward_alone(module: nn.Module) -> None:
         awaited.intersection_update({module})
 
 
-def _state(module: nn.Module) -> Any:
+def unit_of(module: nn.Module, root: nn.Module) -> nn.Module | None:
+    """Return the unit that shards the weights of ``module``: it is its own, or the root's; None of neither."""
+    return next((unit for unit in (module, root) if _state(unit) is not None), None)
+
+
+def versions(unit: nn.Module | None) -> tuple[int, ...]:
+    """Return the version counters of what a unit shards: a step of an optimizer changes these, no gathered weight's."""
+    return tuple(parameter.sharded_param._version for group in _groups(unit) for parameter in group.fsdp_params)
+
+
+@contextmanager
+def gathered(unit: Any) -> Iterator[None]:
+    """Gather what a unit has resharded, until the end of the block."""
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def _state(module: nn.Module | None) -> Any:
     """Return FSDP2's state of a module; None if it is not a unit of FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(module, fsdp.FSDPModule):
@@ -49,7 +72,7 @@ def _state(module: nn.Module) -> Any:
     return module._get_fsdp_state()
 
 
-def _groups(module: nn.Module) -> list[Any]:
+def _groups(module: nn.Module | None) -> list[Any]:
     """Return what FSDP2 gathers and reshards together with ``module``; [] if it is not a unit of FSDP2."""
     state = _state(module)
     if state is None:

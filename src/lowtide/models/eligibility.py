@@ -14,7 +14,7 @@ from torch.nn.modules import module as nn_module
 
 from lowtide.arguments import hooks_of, is_autocast_on, is_transformed
 from lowtide.distributed.zero import HOOKS
-from lowtide.models.instance import BASE, part_of
+from lowtide.models.instance import BASE
 from lowtide.models.parallel_style import defining_module, has_foreign_forward
 
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
@@ -48,8 +48,6 @@ def why_not_patch_head(model: nn.Module, head: nn.Module | None, why_not_linear:
         inner = next((name for name, head in heads.items() if head is not None), None)
         hint = "" if inner is None else f"; its {inner} has one: pass that to patch, with scoring=True"
         return f"the model has no output embedding{hint}"
-    if part_of(head) is not None:
-        return "another patched model has this output embedding"
     if why_not_linear is not None:
         return f"the output embedding {why_not_linear}"
     return "the output embedding's forward was replaced on the instance" if has_foreign_forward(head) else None

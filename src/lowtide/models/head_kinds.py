@@ -18,10 +18,9 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.shard import shard_of_dtensor
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora
 from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy, why_not_now
-from lowtide.models.head_call import Forward, HeadCall
+from lowtide.models.head_call import Forward, HeadCall, Running
 from lowtide.models.instance import children_of
 from lowtide.models.parallel_style import style_aside, style_of, why_not_fused
-from lowtide.models.report import PatchReport
 from lowtide.models.steps import Rows, rows_of
 
 # h [..., r], B [V, r] and s.
@@ -29,10 +28,8 @@ AdapterTerm = tuple[Tensor, Tensor, float]
 _LORA_SHARDED = "has LoRA on a sharded weight"
 
 
-def why_not_linear(head: nn.Module | None) -> str | None:
+def why_not_linear(head: nn.Module) -> str | None:
     """Return why ``head`` is no linear layer, with LoRA or without."""
-    if head is None:
-        return None
     found = adapted_linear(head)
     if isinstance(found, AdaptedLinear):
         return _LORA_SHARDED if is_lora(head) and style_of(found.base) is not None else None
@@ -47,9 +44,7 @@ def with_what(head: nn.Module) -> str:
     return ", LoRA with it" if isinstance(found, AdaptedLinear) and found.adapter else ""
 
 
-def head_call(
-    head: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: PatchReport, options: HeadOptions | None
-) -> HeadCall | str:
+def head_call(head: Any, args: tuple[Any, ...], kwargs: dict[str, Any], running: Running) -> HeadCall | str:
     """Return a record of this call of the head, or why it must return real logits."""
     if len(args) != 1 or kwargs:
         return "the output embedding was called with more than hidden states"
@@ -59,9 +54,9 @@ def head_call(
     if is_dtensor(head.weight) or style_aside(head) is not None:
         if is_lora(head):
             return f"the output embedding {_LORA_SHARDED}"
-        return sharded_call(head, hidden, report, options)
+        return sharded_call(head, hidden, running)
     if not is_lora(head):
-        return why_not_lazy(head, hidden) or HeadCall(head, hidden, report, options)
+        return why_not_lazy(head, hidden) or HeadCall(head, hidden, running)
     layer = adapted_linear(head)
     if isinstance(layer, str):
         return f"the output embedding {layer}"
@@ -73,7 +68,7 @@ def head_call(
         return "a weight of the output embedding's LoRA is not a plain Parameter"
     if not gather_for(head, parameters):
         return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
-    return LoraHeadCall(head, hidden, layer, report, options)
+    return LoraHeadCall(head, hidden, layer, running)
 
 
 def _why_not_inside(head: Any, layer: AdaptedLinear) -> str | None:
@@ -90,16 +85,14 @@ class LoraHeadCall(HeadCall):
     loss and logits built later see the same.
     """
 
-    def __init__(
-        self, head: Any, hidden: Tensor, layer: AdaptedLinear, report: PatchReport, options: HeadOptions | None
-    ) -> None:
+    def __init__(self, head: Any, hidden: Tensor, layer: AdaptedLinear, running: Running) -> None:
         self._layer = layer
         adapter = layer.adapter
         self._h: Tensor | None = None
         if adapter is not None:
             self._h = adapter.a(adapter.dropout(hidden.to(adapter.a.weight.dtype)))
         self.only_loss = adapter is not None
-        super().__init__(head, hidden, report, options)
+        super().__init__(head, hidden, running)
 
     def why_not_again(self) -> str | None:
         """Return why the head may do more now than it did then."""
@@ -116,12 +109,7 @@ class LoraHeadCall(HeadCall):
         adapter = self._layer.adapter
         return logits if adapter is None else (logits + adapter.b(tensors[3]) * adapter.scale).to(logits.dtype)
 
-    def operands(
-        self,
-        head: nn.Linear,  # noqa: ARG002
-        hidden: Tensor,
-        rows: Rows,
-    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    def operands(self, hidden: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return those of the base layer, and the adapter with the rows of its input as a keyword argument."""
         base, adapter, h = self._layer.base, self._layer.adapter, self._h
         more: dict[str, Any] = {}
@@ -144,7 +132,7 @@ def adapted_cross_entropy(
 
     ``settings`` are its ``weight``, ``reduction``, ``ignore_index``, ``label_smoothing``, ``softcap`` and
     ``logit_scale``. A chunk at a time goes through `lowtide.linear_apply`, and the function adds ``s h B^T`` to
-    ``x W^T`` in place, so a frozen W costs neither a copy nor a gradient. One linear layer over [x, h] with the weight
+    ``x W^T``, so a frozen W costs neither a copy nor a gradient. One linear layer over [x, h] with the weight
     [W, s B] would cost both: at D=4096, V=128256 and bfloat16 a GiB each, and a GEMM of N D V for an unused gradient.
     The same holds for merging the adapter into W, which also rounds it to bfloat16.
     """
@@ -186,9 +174,7 @@ def _cross_entropy(
     A function of this module, and not one made for each call, so that it is looked at once.
     """
     with torch.autocast(logits.device.type, enabled=False):
-        # in the logits' own memory, where autograd allows it: logits without a gradient are a view made without
-        add = logits.addmm_ if logits.requires_grad else logits.addmm
-        logits = add(h.to(logits.dtype), b_Vr.to(logits.dtype).T, alpha=scale)
+        logits = logits.addmm(h.to(logits.dtype), b_Vr.to(logits.dtype).T, alpha=scale)
         logit_scale, softcap = options["logit_scale"], options["softcap"]
         if isinstance(logit_scale, Tensor) or logit_scale != 1:
             logits = logits * logit_scale
@@ -206,7 +192,7 @@ def _cross_entropy(
         return loss
 
 
-def sharded_call(head: Any, hidden: Any, report: PatchReport, options: HeadOptions | None) -> HeadCall | str:
+def sharded_call(head: Any, hidden: Any, running: Running) -> HeadCall | str:
     """Return a record of a call of a head whose weight is a DTensor, or why it must return real logits."""
     style = style_aside(head)
     if style is None:
@@ -220,7 +206,7 @@ def sharded_call(head: Any, hidden: Any, report: PatchReport, options: HeadOptio
     if is_dtensor(hidden):
         hidden = hidden.full_tensor()
         hidden = hidden if type(hidden) is Tensor else hidden.clone()  # it is being gathered: this waits
-    return ShardedHeadCall(head, hidden, report, options)
+    return ShardedHeadCall(head, hidden, running)
 
 
 class ShardedHeadCall(HeadCall):
@@ -234,24 +220,16 @@ class ShardedHeadCall(HeadCall):
     sharded = True
 
     def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        hidden, *others = tensors
-        return super()._logits(forward, (_placed(hidden, self.head.weight), *others))
+        from torch.distributed.tensor import DTensor, Replicate
 
-    def operands(self, head: Any, hidden: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        weight: Any = self.head.weight
+        hidden: Any = DTensor.from_local(tensors[0], weight.device_mesh, [Replicate()], run_check=False)  # type: ignore[arg-type]
+        return forward(hidden)
+
+    def operands(self, hidden: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return plain tensors, and the range of this rank's classes as a keyword argument."""
-        weight = head.weight
-        bias = None if head.bias is None else head.bias.to_local()
+        weight: Any = self.head.weight
+        bias: Any = self.head.bias
+        bias = None if bias is None else bias.to_local()
         shard = shard_of_dtensor("linear_weight", weight, weight.device_mesh)
         return rows_of(hidden, rows), weight.to_local(), bias, {"vocab_shard": shard}
-
-    def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
-        """Return this rank's part of a vector [V]."""
-        weight_VD: Any = self.head.weight
-        return _placed(vector, weight_VD).redistribute(placements=weight_VD.placements).to_local()  # type: ignore[no-any-return]
-
-
-def _placed(tensor: Any, beside: Any) -> Any:
-    """Return a tensor that is whole on each rank as a DTensor on the mesh of another one."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(tensor, beside.device_mesh, [Replicate()], run_check=False)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError
-from lowtide.models.eligibility import is_traced
 from lowtide.models.head_call import HeadCall
 from lowtide.models.steps import Rows, RowView, Step, TensorBase, replay
 
@@ -58,7 +57,7 @@ class LazyLogits(Tensor):
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return the logits of ``call``, before any operation."""
-        like = torch.empty((*call.hidden.shape[:-1], call.classes), dtype=call.dtype(), device="meta")
+        like = torch.empty((*call.hidden.shape[:-1], call.classes), dtype=call.dtype, device="meta")
         return cls._make(call, (), (), like, None, grad_mode=torch.is_grad_enabled())
 
     @classmethod
@@ -99,7 +98,7 @@ class LazyLogits(Tensor):
     @property
     def detached(self) -> Self | None:
         """The logits that these were detached from, by the last step."""
-        return self.viewed if self.viewed is not None and self.steps[-1].function in _DETACH else None
+        return self.viewed if self.viewed is not None and self.steps[-1].kind == "detach" else None
 
     @property
     def is_real(self) -> bool:
@@ -134,7 +133,7 @@ class LazyLogits(Tensor):
         return self._child(step, like, (*rows, taken), view=True)
 
     def _child(self, step: Step, like: Tensor, rows: Rows | None, *, view: bool) -> Self:
-        detaches = step.function in _DETACH
+        detaches = step.kind == "detach"
         grad_mode = self.grad_mode and torch.is_grad_enabled() and not detaches
         parent = None if view or not grad_mode else self
         while parent is not None:  # also of what a view is a view of, from which it is built
@@ -152,7 +151,10 @@ class LazyLogits(Tensor):
             modes = {"grad_mode": self.grad_mode, "inference": self.inference}
             with _saved_outside_of_checkpoints():
                 if self.viewed is None:
-                    self._real = self.call.logits(self.steps, why, **modes)
+                    self._real = real = self.call.logits(self.steps, why, **modes)
+                    if self.grad_mode and self.call.resharded:  # a gradient gets the error of `HeadCall.vjp`
+                        linked = self.call.linked
+                        self._real = _LogitsNode.apply(lambda: real, self.call, self.steps, *linked)  # type: ignore[no-untyped-call]
                 else:
                     viewed = self.viewed.materialise(why)
                     with self.call.modes(**modes):
@@ -213,11 +215,6 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_traced():  # it follows memory, and there is none
-            raise UnsupportedError(
-                "logits: expected a tensor with memory in torch.jit.trace, got logits of a patched model that were not "
-                "built. Pass logits.clone(), made before."
-            )
         kwargs = kwargs or {}
         lazies = _found(args, kwargs)
         if any(lazy.detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view

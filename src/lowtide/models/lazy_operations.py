@@ -7,6 +7,7 @@ Legend: hidden [..., D], logits [..., V].
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from lowtide.arguments import is_autocast_on
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
-from lowtide.head.token_stats import Want, linear_logprobs, linear_token_stats
+from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 from lowtide.models.head_kinds import adapted_cross_entropy
 from lowtide.models.lazy_logits import OPERATIONS, LazyLogits, reader
 from lowtide.models.steps import LogitArguments, RowView, Step, TensorBase, fold, replay, rows_of
@@ -30,13 +31,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
 _ROWS_OF_A_PASS = 256  # a GEMM of so many rows takes about as long as reading the weight
 
-
-def _shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what ``function`` gives, on no device; None where it is an error, which the real logits then raise."""
-    try:
-        return function(*args, **kwargs)
-    except (RuntimeError, TypeError, IndexError, ValueError):
-        return None
+# ---- recorded
 
 
 def _moved(function: Callable[..., Any], input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -44,24 +39,31 @@ def _moved(function: Callable[..., Any], input: LazyLogits, *args: Any, **kwargs
     if any(isinstance(arg, Tensor) for arg in tree_leaves((args, kwargs))):
         return NotImplemented
     meta = input.meta()
-    made = _shown(function, meta, *args, **kwargs)
+    try:
+        made = function(meta, *args, **kwargs)
+    except (RuntimeError, TypeError, IndexError, ValueError):  # which the real logits raise again
+        return NotImplemented
     if made is meta:  # as `flatten` of what is flat: the same tensor
         return input
     if isinstance(made, tuple | list):
         # With gradients PyTorch's own are views that may not be changed in place, which others may.
         if torch.is_grad_enabled() and input.requires_grad:
             return NotImplemented
-        parts = [input.view_by(Step(function, args, kwargs, i, True), part) for i, part in enumerate(made)]
-        return NotImplemented if any(part is NotImplemented for part in parts) else tuple(parts)
+        views = [input.view_by(_part(function, args, kwargs, i), part) for i, part in enumerate(made)]
+        return NotImplemented if any(view is NotImplemented for view in views) else tuple(views)
     if not isinstance(made, Tensor) or made.dtype != meta.dtype:
         return NotImplemented
-    step = Step(function, args, kwargs, keeps_values=True)
+    name = getattr(function, "__name__", "")
+    step = Step(lambda z: function(z, *args, **kwargs), "detach" if name == "detach" else "rows")
     if made.untyped_storage() is meta.untyped_storage():
         return input.view_by(step, made)
     taken = RowView.of(made, meta.shape[-1])
-    if function not in _COPIES or taken is None:
-        return NotImplemented
-    return input.then(step, made, (taken,))
+    copies = name in ("reshape", "flatten", "contiguous")
+    return input.then(step, made, (taken,)) if copies and taken is not None else NotImplemented
+
+
+def _part(function: Callable[..., Any], args: Any, kwargs: Any, i: int) -> Step:
+    return Step(lambda z: function(z, *args, **kwargs)[i])
 
 
 def _getitem(input: LazyLogits, index: Any) -> Any:
@@ -71,59 +73,64 @@ def _getitem(input: LazyLogits, index: Any) -> Any:
     if index.dim() != input.dim() - 1 or index.shape != input.shape[:-1] or index.device != input.device:
         return NotImplemented
     chosen = index.flatten().nonzero()[:, 0]  # indexing by a mask does the same, and so waits for the device as well
-    step = Step(_chosen_rows, (chosen,), keeps_values=True)
-    return input.then(step, input.meta().new_empty(len(chosen), input.shape[-1]), (chosen,))
-
-
-def _chosen_rows(logits: Tensor, chosen: Tensor) -> Tensor:
-    return logits.flatten(0, -2)[chosen]
+    like = input.meta().new_empty(len(chosen), input.shape[-1])
+    return input.then(Step(lambda z: z.flatten(0, -2)[chosen]), like, (chosen,))
 
 
 def _clone(input: LazyLogits) -> Any:
     """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
     if torch.is_grad_enabled() or not input.requires_grad or not reader().startswith("torch.nn.parallel."):
         return NotImplemented
-    return input.then(Step(TensorBase.clone, keeps_values=True), torch.empty_like(input.meta()))
+    return input.then(Step(TensorBase.clone), torch.empty_like(input.meta()))
 
 
-def _valued(function: Callable[..., Tensor], input: LazyLogits, *by: Any) -> Any:
-    """An operation on each logit, by a number or none: a trained scale needs its gradient."""
-    if any(type(number) not in (int, float) for number in by):
-        return NotImplemented
-    return input.then(Step(function, by), torch.empty_like(input.meta()))
+def _mul(input: LazyLogits, other: Any) -> Any:
+    return _valued(input, Step(lambda z: z * other, "scale", other), other)
+
+
+def _div(input: LazyLogits, other: Any) -> Any:
+    factor = 1 / other if type(other) in (int, float) and other else math.inf
+    return _valued(input, Step(lambda z: z / other, "scale", factor), other)
+
+
+def _valued(input: LazyLogits, step: Step, by: Any = 1) -> Any:
+    """An operation on each logit, by a number: a trained scale needs its gradient."""
+    return input.then(step, torch.empty_like(input.meta())) if type(by) in (int, float) else NotImplemented
 
 
 def _add(input: LazyLogits, other: Any) -> Any:
     """A vector [V] that is not trained is a bias."""
-    if type(other) not in (Tensor, nn.Parameter) or not 0 < other.dim() <= input.dim():
+    call = input.call
+    if type(other) not in (Tensor, nn.Parameter) or not 0 < other.dim() <= input.dim() or call.sharded:
         return NotImplemented
     if other.numel() != input.shape[-1] or other.shape[-1] != input.shape[-1]:
         return NotImplemented
     trained = other.requires_grad and torch.is_grad_enabled()
-    if trained or other.dtype != input.call.weight_dtype or other.device != input.device:
+    if trained or other.dtype != call.weight_dtype or other.device != input.device:
         return NotImplemented
     like = torch.empty_like(input.meta(), dtype=torch.promote_types(input.dtype, other.dtype))
-    return input.then(Step(TensorBase.add, (other.detach().flatten().clone(),)), like)
+    bias = other.detach().flatten().clone()
+    return input.then(Step(lambda z: z + bias, "bias", bias), like)
 
 
 def _log_softmax(input: LazyLogits, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> Any:
     if not _is_last(input, dim) or not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         return NotImplemented
-    given = _dtype_of(input, lambda z: TensorBase.log_softmax(z, -1, dtype), dtype)
-    return input.then(Step(TensorBase.log_softmax, (-1, dtype)), torch.empty_like(input.meta(), dtype=given))
+    step = Step(lambda z: TensorBase.log_softmax(z, -1, dtype), "log_softmax")
+    return input.then(step, torch.empty_like(input.meta(), dtype=_dtype_of(input, step.run, dtype)))
 
 
-def _to(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    kwargs = {name: value for name, value in kwargs.items() if name != "non_blocking"}
-    if len(args) + len(kwargs) != 1 or (kwargs and "dtype" not in kwargs and "device" not in kwargs):
+def _to(input: LazyLogits, *args: Any, dtype: Any = None, device: Any = None, non_blocking: bool = False) -> Any:  # noqa: ARG001
+    given = [x for x in (*args, dtype, device) if x is not None]
+    to = given[0] if len(given) == 1 else None
+    if to in (input.dtype, input.device) if isinstance(to, torch.dtype | torch.device) else to == str(input.device):
+        return input
+    if not isinstance(to, torch.dtype) or to not in _DTYPES:
         return NotImplemented
-    (to,) = (*args, *kwargs.values())
-    if isinstance(to, torch.dtype):
-        if to == input.dtype:
-            return input
-        return input.then(Step(TensorBase.to, (to,)), input.meta().to(to)) if to in _DTYPES else NotImplemented
-    # not a number, which is a device of its own kind, and not a tensor, which has a dtype too
-    return input if isinstance(to, str | torch.device) and torch.device(to) == input.device else NotImplemented
+    return input.then(Step(lambda z: z.to(to), "cast"), input.meta().to(to))
+
+
+# ---- computed
 
 
 def _loss(
@@ -165,92 +172,87 @@ def _loss(
 
 def _gather(input: LazyLogits, dim: Any, index: Any) -> Any:
     """Log-probabilities of some classes of each row, and not logits: those are what building gives."""
-    folded = _folded(input)
-    if folded is None or not folded.normalised or input.call.built or not _is_last(input, dim):
-        return NotImplemented
-    if type(index) is not Tensor or index.dtype != torch.int64 or index.device != input.device:
+    folded = _folded(input, dim)
+    if folded is None or type(index) is not Tensor or index.dtype != torch.int64 or index.device != input.device:
         return NotImplemented
     if index.dim() != input.dim() or index.shape[:-1] != input.shape[:-1] or index.shape[-1] == 0:
         return NotImplemented
     if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
         return NotImplemented
     one = index.shape[-1] == 1
-    lse = _statistic(input, "lse", folded) if one and _read_in_parts(input) else None
+    lse = _of_rows(input, folded, "lse", _lse) if one and _read_in_parts(input) else None
 
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         if lse is None:
             target = index[..., 0] if one else index
             result = linear_logprobs(hidden, head, target, ignore_index=_IGNORE_NOTHING, **kwargs)
             return result[..., None] if one else result
-        logit = linear_token_stats(hidden, head, want=("lse",), support=index, **kwargs).lse  # of one class
-        return (logit - lse)[..., None]
+        return (_lse(hidden, head, support=index, **kwargs) - lse)[..., None]  # of one class: its logit
 
-    return _own(input.call.without_logits(input.rows, folded, logprobs), folded.sign, input.dtype)
+    return _signed(input.call.without_logits(input.rows, folded, logprobs), folded, input.dtype)
 
 
-def _row_sum(input: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _lse(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+    return linear_token_stats(hidden, head, want=("lse",), **kwargs).lse
+
+
+def _sum(input: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The sum of a row's log-probabilities, as label smoothing needs it."""
-    folded = _folded(input)
-    if folded is None or not folded.normalised or not _is_last(input, dim):
-        return NotImplemented
-    if dtype is not None and not dtype.is_floating_point:  # each one is rounded first
+    folded = _folded(input, dim)
+    if folded is None or (dtype is not None and not dtype.is_floating_point):  # each one is rounded first
         return NotImplemented
 
     def total(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         stats = linear_token_stats(hidden, head, want=("mean_logit", "lse"), **kwargs)
         return (stats.mean_logit - stats.lse) * input.shape[-1]
 
-    values = input.call.without_logits(input.rows, folded, total)
-    sums = _own(values, folded.sign, _dtype_of(input, lambda z: TensorBase.sum(z, -1, dtype=dtype), dtype))
+    dtype = _dtype_of(input, lambda z: TensorBase.sum(z, -1, dtype=dtype), dtype)
+    sums = _signed(input.call.without_logits(input.rows, folded, total), folded, dtype)
     return sums[..., None] if keepdim else sums
 
 
 def _logsumexp(input: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
-    folded = _folded(input)
-    if folded is None or folded.normalised or not _is_last(input, dim):
+    folded = _folded(input, dim, normalised=False)
+    if folded is None:
         return NotImplemented
-    lse = _own(_statistic(input, "lse", folded), 1, _dtype_of(input, lambda z: TensorBase.logsumexp(z, -1)))
+    dtype = _dtype_of(input, lambda z: TensorBase.logsumexp(z, -1))
+    lse = _signed(_of_rows(input, folded, "lse", _lse), folded, dtype)
     return lse[..., None] if keepdim else lse
 
 
 def _argmax(input: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    folded = _folded(input)
-    if folded is None or folded.sign != 1 or not _is_last(input, dim):
+    """The first class of the highest logits, which are rounded as the model rounds them: some are equal then."""
+    if input.call.only_loss or input.rows is None or not _is_last(input, dim):
         return NotImplemented
-    if folded.normalised and input.call.sharded:
-        return NotImplemented
-    argmax = _statistic(input, "argmax", folded)
-    return argmax[..., None] if keepdim else argmax
+    settings = (input.call.dtype, [step for step in input.steps if step.kind not in ("rows", "detach")])
+
+    def argmax(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Any:
+        options = None if options is None else replace(options, backend="auto")
+        return linear_apply(_argmax_of_rows, hidden, head, params=settings, options=options, **kwargs)
+
+    classes = _of_rows(input, LogitArguments(), "argmax", argmax)
+    return classes[..., None] if keepdim else classes
 
 
-def _folded(input: LazyLogits) -> LogitArguments | None:
-    """Return the folded steps of logits of which more than the loss can be computed, None of others."""
-    return None if input.call.only_loss or input.rows is None else fold(input.steps)
+def _argmax_of_rows(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -> Tensor:
+    return replay(logits.to(dtype), steps).argmax(-1)
 
 
-def _statistic(input: LazyLogits, name: Want, folded: LogitArguments) -> Tensor:
-    """Return a field of `TokenStats` for each row; ``folded`` are the steps of ``input``."""
+def _folded(input: LazyLogits, dim: Any, *, normalised: bool = True) -> LogitArguments | None:
+    """Return the folded steps of log-probabilities, or logits, read along the classes; None of anything else."""
+    folded = None if input.call.only_loss or input.rows is None or not _is_last(input, dim) else fold(input.steps)
+    return folded if folded is not None and folded.normalised is normalised else None
+
+
+def _of_rows(input: LazyLogits, folded: LogitArguments, name: str, function: Callable[..., Tensor]) -> Tensor:
+    """Return what ``function`` computes of each row: once, of all rows, for code that reads a few at a time."""
     if not _read_in_parts(input):
-        return _computed(input, name, folded)
-    found = input.whole.statistics
-    if name not in found:
-        found[name] = _computed(input.whole, name, folded)
-    assert input.rows is not None
-    return rows_of(found[name][..., None], input.rows[-1:])[..., 0].clone(memory_format=torch.contiguous_format)
-
-
-def _computed(input: LazyLogits, name: Want, folded: LogitArguments) -> Tensor:
-    def stats(hidden: Tensor, head: Tensor, **kwargs: Any) -> Any:
-        return getattr(linear_token_stats(hidden, head, want=(name,), **kwargs), name)
-
-    def rounded(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, linear_bias: Any, **_: Any) -> Any:
-        settings = (input.call.dtype(), [step for step in input.steps if not step.keeps_values])
-        kwargs = {"linear_bias": linear_bias, "options": None if options is None else replace(options, backend="auto")}
-        return linear_apply(_rounded_argmax, hidden, head, params=settings, **kwargs)
-
-    has_ties = name == "argmax" and _has_ties(input)
-    how = (LogitArguments(), rounded) if has_ties else (folded, stats)
-    return input.call.without_logits(input.rows, *how)  # type: ignore[no-any-return]
+        return input.call.without_logits(input.rows, folded, function)  # type: ignore[no-any-return]
+    whole, rows = input.whole, input.rows
+    assert rows is not None
+    if name not in whole.statistics:
+        whole.statistics[name] = whole.call.without_logits(whole.rows, folded, function)
+    return rows_of(whole.statistics[name][..., None], rows[-1:])[..., 0].clone(memory_format=torch.contiguous_format)
 
 
 def _read_in_parts(input: LazyLogits) -> bool:
@@ -267,22 +269,9 @@ def _read_in_parts(input: LazyLogits) -> bool:
     return rows != N and 2 * B * max(rows, _ROWS_OF_A_PASS) >= N  # two results of each sequence
 
 
-def _has_ties(input: LazyLogits) -> bool:
-    """Whether the argmax of these logits depends on how they are rounded: some are equal then."""
-    between = [x for step in input.steps for x in step.args if isinstance(x, torch.dtype)]
-    is_rounded = any(x.itemsize < 4 for x in (input.call.dtype(), *between, input.dtype))
-    is_normalised = any(step.function is TensorBase.log_softmax for step in input.steps)
-    return (is_rounded or is_normalised) and not input.call.sharded
-
-
-def _rounded_argmax(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -> Tensor:
-    """Return the argmax of rows of logits [C, V] as they are in their own dtype, where they have ties."""
-    return replay(logits.to(dtype), steps).argmax(-1)
-
-
-def _own(values: Tensor, sign: int, dtype: torch.dtype) -> Tensor:
+def _signed(values: Tensor, folded: LogitArguments, dtype: torch.dtype) -> Tensor:
     """Return values in the dtype that the real logits give them, as a tensor that may be changed in place."""
-    return (values * float(sign)).to(dtype)
+    return (values * float(folded.sign)).to(dtype)
 
 
 def _dtype_of(input: LazyLogits, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> torch.dtype:
@@ -297,44 +286,38 @@ def _is_last(input: LazyLogits, dim: Any) -> bool:
     return type(dim) is int and dim in (-1, input.dim() - 1)
 
 
-def _named(*names: str) -> list[Callable[..., Any]]:
-    """Return the functions of these names, as methods of tensors and in torch."""
-    return [getattr(owner, name) for owner in (Tensor, torch) for name in names if hasattr(owner, name)]
-
-
-_COPIES = frozenset(_named("reshape", "flatten", "contiguous"))
+# By the names of methods of tensors and of functions of torch and torch.nn.functional; None: `_moved`.
+_TABLE: dict[str, Callable[..., Any] | None] = {
+    "mul multiply __mul__ __rmul__": _mul,
+    "div divide true_divide __truediv__": _div,
+    "neg negative __neg__": lambda z: _valued(z, Step(TensorBase.neg, "scale", -1)),
+    "tanh": lambda z: _valued(z, Step(TensorBase.tanh, "tanh")),
+    "add __add__ __radd__": _add,
+    "log_softmax": _log_softmax,
+    "to": _to,
+    "float": functools.partial(_to, dtype=torch.float32),
+    "double": functools.partial(_to, dtype=torch.float64),
+    "half": functools.partial(_to, dtype=torch.float16),
+    "bfloat16": functools.partial(_to, dtype=torch.bfloat16),
+    "clone": _clone,
+    "__getitem__": _getitem,
+    "cross_entropy": functools.partial(_loss, False),
+    "nll_loss": functools.partial(_loss, True),
+    "gather": _gather,
+    "sum": _sum,
+    "logsumexp": _logsumexp,
+    "argmax": _argmax,
+    "detach reshape view flatten unflatten squeeze unsqueeze transpose permute contiguous expand": None,
+    "chunk split unbind": None,
+}
 
 
 def look_up() -> None:
     """Fill the table, by the functions that PyTorch has now: a user may have replaced some."""
-    by_functions: list[tuple[list[Any], Any]] = [
-        # recorded
-        (_named("mul", "multiply", "__mul__", "__rmul__"), functools.partial(_valued, TensorBase.mul)),
-        (_named("div", "divide", "true_divide", "__truediv__"), functools.partial(_valued, TensorBase.div)),
-        (_named("neg", "negative", "__neg__"), functools.partial(_valued, TensorBase.neg)),
-        (_named("tanh"), functools.partial(_valued, TensorBase.tanh)),
-        (_named("add", "__add__", "__radd__"), _add),
-        ([F.log_softmax, *_named("log_softmax")], _log_softmax),
-        ([Tensor.to], _to),
-        ([Tensor.float], functools.partial(_to, dtype=torch.float32)),
-        ([Tensor.double], functools.partial(_to, dtype=torch.float64)),
-        ([Tensor.half], functools.partial(_to, dtype=torch.float16)),
-        ([Tensor.bfloat16], functools.partial(_to, dtype=torch.bfloat16)),
-        ([Tensor.cpu], functools.partial(_to, device="cpu")),
-        (_named("clone"), _clone),
-        ([Tensor.__getitem__], _getitem),
-        # computed
-        ([F.cross_entropy], functools.partial(_loss, False)),
-        ([F.nll_loss], functools.partial(_loss, True)),
-        (_named("gather"), _gather),
-        (_named("sum"), _row_sum),
-        (_named("logsumexp"), _logsumexp),
-        (_named("argmax"), _argmax),
-    ]
-    moves = _named("detach", "reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
-                   "contiguous", "expand", "chunk", "split", "unbind")  # fmt: skip
-    OPERATIONS.update({function: lazy for functions, lazy in by_functions for function in functions})
-    OPERATIONS.update({function: functools.partial(_moved, function) for function in moves})
+    for names, operation in _TABLE.items():
+        for name in names.split():
+            for function in (getattr(owner, name) for owner in (Tensor, torch, F) if hasattr(owner, name)):
+                OPERATIONS[function] = operation or functools.partial(_moved, function)
 
 
 look_up()

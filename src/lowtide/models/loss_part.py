@@ -1,26 +1,23 @@
 """The part ``loss`` of `lowtide.patch`: what a patched model and its output embedding do differently.
 
-`adopt_head` gives the output embedding a class of its own, `model_overrides` and `_head_overrides` have what the two
-classes change, and `LossState` is the patched model's state.
+`adopt_head` gives the output embedding a class of its own; `model_overrides` and `_head_overrides` have what the two
+classes change.
 """
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
-from lowtide.head.options import HeadOptions
 from lowtide.models import eligibility, parallel_style
-from lowtide.models.adapters import saved_layers, saved_module
-from lowtide.models.head_call import HeadCall, HeadWork
+from lowtide.models.adapters import saved_module
+from lowtide.models.head_call import HeadCall, HeadWork, LossState, Running
 from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import (
     PROBED,
@@ -34,7 +31,7 @@ from lowtide.models.instance import (
     with_forward,
 )
 from lowtide.models.lazy_logits import LazyLogits
-from lowtide.models.report import NOT_CALLED, ONE_TOKEN, WITHOUT_LABELS, PatchReport
+from lowtide.models.report import NOT_CALLED, ONE_TOKEN, WITHOUT_LABELS
 
 STATE = "_lowtide_patch"
 LOSS = "loss"
@@ -54,101 +51,36 @@ _NOT_TRACED = (
 )
 
 
-class LossState:
-    """The state of a patched model: one attribute of the instance."""
-
-    scoring = False  # as `patch` was given it
-    scoring_blocks = 0  # of `scoring`, that are open
-
-    def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
-        self.report, self.options, self.warned = report, options, False
-        self.head: nn.Module | None = None
-        self.heads: list[nn.Module] = []  # it, and others of modules_to_save that have a class of ours
-        self.head_calls = 0
-        self.why_not: str | None = None
-        self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
-
-    @property
-    def scores(self) -> bool:
-        """Whether calls without labels have lazy logits too."""
-        return self.scoring or self.scoring_blocks > 0
-
-    def count_built(self, why: str, hint: str) -> None:
-        """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
-        if self.head is None:  # the report has the reason
-            return
-        self.report.count_materialised(why)
-        if not self.warned:
-            self.warned = True
-            text = f"lowtide.patch: the logits are built at every step, because {why}. {hint}."
-            warnings.warn(f"{text} (Warned of once for each model.)", stacklevel=2)
+# The forward of a patched model that is running: each thread sees its own.
+_running: ContextVar[Running | None] = ContextVar("lowtide_running", default=None)
 
 
-# The patched model that owns each head with a class of ours. A copied head has no owner until the copied model is
-# called.
-_owners: WeakKeyDictionary[nn.Module, ref[LossState]] = WeakKeyDictionary()
-
-
-class _Awaited(NamedTuple):
-    """A forward that is running, whose head is to return lazy logits."""
-
-    state: LossState
-    scores: bool  # without labels
-
-
-# Each thread sees its own.
-_awaiting: ContextVar[_Awaited | None] = ContextVar("lowtide_awaiting", default=None)
-
-
-def _awaited_by(head: nn.Module) -> _Awaited | None:
-    """Return the forward that calls its own ``head`` for lazy logits, None for any other call."""
-    awaited = _awaiting.get()
-    return awaited if awaited is not None and awaited.state.head is head else None
-
-
-def is_free(head: nn.Module | None, state: LossState) -> bool:
-    """Whether a head has a class of ours and no other patched model owns it."""
-    owner = None if head is None or part_of(head) != LOSS else _owners.get(head, lambda: None)
-    return owner is not None and owner() in (None, state)
+def _running_with(head: nn.Module, *, lazy: bool) -> Running | None:
+    """Return the forward that calls its own ``head``, if that is to return lazy logits or not; None elsewhere."""
+    running = _running.get()
+    return running if running is not None and running.state.head is head and running.lazy is lazy else None
 
 
 def adopt_head(model: Any, state: LossState) -> None:
-    """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
+    """Give the model's present output embedding lazy logits; one before it, if it was replaced, keeps them."""
     outer: Any = model.get_output_embeddings()
     found = None if outer is None else saved_module(outer)
     head: Any = outer if isinstance(found, str) else found
-    if state.head is not None and head is state.head and part_of(state.head) is not None:
-        _owners.setdefault(head, ref(state))  # a copied model's head has had no owner so far
+    known = head is not None and part_of(head) == LOSS  # also a copy, or the head of another patched model
+    if known and head is state.head:
         return
-    # Heads that a layer of modules_to_save may call keep their class: logits of their calls may be read later.
-    saved = saved_layers(outer)
-    for module in state.heads:
-        if is_on_top(module) and module not in saved:
-            take_class_back(module)
-    state.heads = [module for module in saved if is_free(module, state)]
-    known = head in state.heads
-    if not known and is_free(head, state) and is_on_top(head):  # a copy whose wrapper was taken off
-        take_class_back(head)
-    state.head = None
-    state.why_not = None if known else eligibility.why_not_patch_head(model, head, why_not_linear(head))
+    why_not = None
+    if not known:
+        for module in () if head is None else head.modules():
+            if part_of(module) == LOSS and is_on_top(module):  # the head before, which has got adapters
+                take_class_back(module)
+        why_not = eligibility.why_not_patch_head(model, head, None if head is None else why_not_linear(head))
+    state.head, state.why_not = None if why_not is not None else head, why_not
     name = "-" if head is None else next((name for name, child in model.named_modules() if child is head), "")
-    if state.why_not is None:
-        state.head = head
-        if not known:
-            state.heads.append(head)
-            give_class(head, LOSS, _head_overrides)
-        _owners[head] = ref(state)
-    outcome = f"{_FUSED}{with_what(head)}" if state.why_not is None else f"left as it is: {state.why_not}"
-    state.report.add("loss", name, outcome, patched=state.why_not is None)
-
-
-class _Running(NamedTuple):
-    """A forward of a patched model, from `_begin` to `_end`."""
-
-    state: LossState
-    token: Token[_Awaited | None] | None  # of `_awaiting`; None: the head returns real logits
-    head_calls: int  # before it
-    is_replica: bool
+    if why_not is None and not known:
+        give_class(head, LOSS, _head_overrides)
+    outcome = _FUSED + with_what(head) if why_not is None else f"left as it is: {why_not}"
+    state.report.add("loss", name, outcome, patched=why_not is None)
 
 
 class _EagerForward(StockForward):
@@ -187,12 +119,12 @@ def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         if STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
         run = probed.eager if base.forward is probed.forward else base.forward
-        running, completed = begin(self, args, kwargs), False
+        (running, token), completed = begin(self, args, kwargs), False
         try:
             outputs = run(self, *args, **kwargs)
             completed = True
         finally:
-            end(running, completed)
+            end(running, token, completed)
         return outputs
 
     attributes = with_forward(base, forward, **{PROBED: probed})
@@ -205,8 +137,9 @@ def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
 
 
 def _loss_of(stock: Callable[[Any], Any], model: Any) -> Any:
-    """Return the model's loss function, and in its forward one that torch.compile leaves out."""
-    return stock(model) if _awaiting.get() is None else _not_compiled(stock(model))
+    """Return the model's loss function, and in a forward with a loss one that torch.compile leaves out."""
+    running = _running.get()
+    return stock(model) if running is None or not running.lazy else _not_compiled(stock(model))
 
 
 def _not_compiled(function: Callable[..., Any], *, recursive: bool = True) -> Any:
@@ -214,34 +147,38 @@ def _not_compiled(function: Callable[..., Any], *, recursive: bool = True) -> An
     return torch.compiler.disable(function, recursive=recursive, reason=_NOT_TRACED)  # type: ignore[no-untyped-call]
 
 
-def _begin(model: nn.Module, awaited: bool) -> _Running:
+def _is_replica(model: nn.Module) -> bool:
+    """Whether torch.nn.DataParallel made it."""
+    return getattr(model, "_is_replica", False)
+
+
+def _begin(model: nn.Module, awaited: bool) -> tuple[Running, Token[Running | None]]:
     """Let the head return lazy logits until `_end`, where a loss is awaited or the model scores."""
     state: LossState = vars(model)[STATE]
-    is_replica = getattr(model, "_is_replica", False)
-    lazy = (awaited or state.scores) and not is_replica
-    if lazy or (model.training and torch.is_grad_enabled()):
+    is_replica, trains = _is_replica(model), model.training and torch.is_grad_enabled()
+    if is_replica:  # it returns outputs by C++, which cannot read lazy tensors
+        if trains:
+            state.count_built(*_REPLICA)
+    elif awaited or state.scoring or trains:
         adopt_head(model, state)
-    if not lazy:
-        return _Running(state, None, state.head_calls, is_replica)
-    if state.why_not is not None:
+    lazy = (awaited or state.scoring) and not is_replica
+    if lazy and state.why_not is not None:
         state.report.count_materialised(state.why_not)
-    awaits = _Awaited(state, scores=not awaited) if state.why_not is None else None
-    return _Running(state, _awaiting.set(awaits), state.head_calls, is_replica)
+    running = Running(model, state, lazy, scores=not awaited, head_calls=state.head_calls)
+    return running, _running.set(running)
 
 
-def _end(running: _Running, completed: bool) -> None:
-    """Count a call that built the logits, or did not call the head; a training step without labels builds them."""
-    state, token, head_calls, is_replica = running
-    if token is not None:
-        _awaiting.reset(token)
-        if state.gathered is not None:  # there was no loss
-            state.gathered.let_go()
-            state.gathered = None
-        if completed and state.why_not is None and state.head_calls == head_calls:
-            state.report.count_materialised(NOT_CALLED)
-    elif completed and state.head_calls != head_calls:
-        # a replica returns outputs by C++, which cannot read lazy tensors
-        state.count_built(*(_REPLICA if is_replica else (WITHOUT_LABELS, _GIVE_LABELS)))
+def _end(running: Running, token: Token[Running | None], completed: bool) -> None:
+    """Count a call that did not call the head, or a training step without labels, which builds the logits."""
+    _running.reset(token)
+    state, called = running.state, running.state.head_calls != running.head_calls
+    if state.gathered is not None and running.lazy:  # there was no loss
+        state.gathered.let_go()
+        state.gathered = None
+    if completed and running.lazy and not called and state.why_not is None:
+        state.report.count_materialised(NOT_CALLED)
+    elif completed and called and not running.lazy and not _is_replica(running.model):
+        state.count_built(WITHOUT_LABELS, _GIVE_LABELS)
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
@@ -250,7 +187,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         # A tensor-parallel style converts inputs and outputs, but no lazy logits and no work.
         inside = len(args) > 0 and type(args[0]) is HeadWork
-        awaited = _awaited_by(self)
+        awaited = _running_with(self, lazy=True)
         style = parallel_style.style_of(self) if inside or awaited is not None else None
         # of a compiled head the style's hooks are in its graph
         if style is None or self._compiled_call_impl is not None:
@@ -259,7 +196,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             return base.__call__(self, *args, **kwargs)
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
-        awaited = _awaited_by(self)
+        awaited = _running_with(self, lazy=True)
         if type(input) is HeadWork:
             end_forward_alone(self)
             if awaited is not None and awaited.state.gathered is not None:
@@ -268,23 +205,21 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             return input.work(self, functools.partial(parallel_style.run_stock, self, base.forward), *args)
         if awaited is None or parallel_style.is_stock_call(self):
             logits = base.forward(self, input, *args, **kwargs)
-            if awaited is None and self.training and logits.requires_grad:
-                owner = _owners.get(self, lambda: None)()
-                if owner is not None and owner.head is self:
-                    owner.head_calls += 1
+            running = _running_with(self, lazy=False)
+            if running is not None and self.training and logits.requires_grad:
+                running.state.head_calls += 1
             return logits
         state = awaited.state
         state.head_calls += 1
         call: HeadCall | str = ONE_TOKEN
         # of each sequence [..., T, D], as in generation
         if not (awaited.scores and isinstance(input, Tensor) and input.dim() > 1 and input.shape[-2] == 1):
-            call = head_call(self, (input, *args), kwargs, state.report, state.options)
+            call = head_call(self, (input, *args), kwargs, awaited)
         if isinstance(call, str):
             state.report.count_materialised(call)
             return parallel_style.run_stock(self, base.forward, input, *args, **kwargs)
         if state.gathered is None:
             state.gathered = Kept(call.tensors) if call.partitioned else Gathered(self)
-        call.scores = awaited.scores
         return LazyLogits.of(call)
 
     return {"__call__": _not_compiled(call), "forward": _not_compiled(forward)}

@@ -13,11 +13,11 @@ from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models import eligibility, parallel_style, parts
-from lowtide.models.adapters import saved_layers
-from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
+from lowtide.models.head_call import LossState
+from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of
 from lowtide.models.lazy_logits import keep_from_compiling
 from lowtide.models.lazy_operations import look_up
-from lowtide.models.loss_part import LOSS, STATE, LossState, adopt_head, is_free, model_overrides
+from lowtide.models.loss_part import LOSS, STATE, adopt_head, model_overrides
 from lowtide.models.parts import PARTS
 from lowtide.models.report import PatchReport
 
@@ -102,7 +102,7 @@ def patch(
     if scoring and not loss:
         raise ArgumentValueError(message("scoring", "loss=True beside it", "loss=False"))
     state: LossState = vars(target).get(STATE) or LossState(PatchReport(), options)
-    _check_nothing_on_top(target, state, [part for part in PARTS if not flags[part]], loss=not loss)
+    _check_nothing_on_top(target, [part for part, wanted in flags.items() if not wanted])
     found = {part: parts.find(target, part, fuse) for part in PARTS if flags[part]}
     parts.check_named(fuse, found)
     state.options, state.scoring = options, scoring
@@ -146,7 +146,7 @@ def unpatch(model: nn.Module) -> None:
     state = vars(target).get(STATE)
     if state is None:
         return
-    _check_nothing_on_top(target, state, PARTS, loss=True)
+    _check_nothing_on_top(target, (LOSS, *PARTS))
     _unpatch_loss(target, state)
     for part in PARTS:
         parts.restore(target, part)
@@ -158,7 +158,7 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
     """Have a model build no logits inside the block where its log-probabilities, their sums or argmax are read.
 
     A patched model returns lazy logits in calls without labels too, as `patch` with ``scoring=True`` has it; one that
-    is not patched gets the loss's part of `patch` for the block. What the block computes has to be read inside it.
+    is not patched gets the loss's part of `patch` for the block, and its logits have to be read inside it.
 
     Args:
         model: As `patch` takes it.
@@ -168,6 +168,7 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
 
     Raises:
         ArgumentTypeError: As `patch` does.
+        ArgumentValueError: A patched model whose loss is left as it is.
         UnsupportedError: Something else changed a patched module's class in the block.
 
     Example:
@@ -184,17 +185,13 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
         finally:
             unpatch(model)
         return
-    line, has_loss = state.report.parts["loss"], part_of(target) is not None
-    _patch_loss(target, state)
-    state.scoring_blocks += 1
+    if part_of(target) is None:
+        raise ArgumentValueError(message("model", "a model with the loss patched", state.report.parts["loss"].outcome))
+    before, state.scoring = state.scoring, True
     try:
         yield state.report
     finally:
-        state.scoring_blocks -= 1
-        if not has_loss and part_of(target) is not None:
-            _check_nothing_on_top(target, state, (), loss=True)
-            _unpatch_loss(target, state)
-            state.report.parts["loss"] = line
+        state.scoring = before
 
 
 def _patch_loss(target: Any, state: LossState) -> None:
@@ -210,24 +207,16 @@ def _patch_loss(target: Any, state: LossState) -> None:
         adopt_head(target, state)  # it may have got adapters since, or lost them
 
 
-def _check_nothing_on_top(target: Any, state: LossState, undone: Iterable[str], *, loss: bool) -> None:
-    """Check, before anything changes, that the parts ``undone``, and the loss's if ``loss``, can be undone."""
-    modules = [module for part in undone for module in parts.patched_modules(target, part)]
-    for module in (*modules, *(_with_loss(target, state) if loss else ())):
-        check_nothing_on_top(module)
+def _check_nothing_on_top(target: nn.Module, undone: Iterable[str]) -> None:
+    """Check, before anything changes, that the parts ``undone`` can be undone."""
+    for part in undone:
+        for module in parts.patched_modules(target, part):
+            check_nothing_on_top(module)
 
 
-def _with_loss(target: Any, state: LossState) -> list[nn.Module]:
-    """Return the model and its output embeddings, as far as they have a class of the loss's part."""
-    outer = target.get_output_embeddings()
-    heads = {module: None for module in (*state.heads, outer, *saved_layers(outer)) if is_free(module, state)}
-    return [module for module in (target, *heads) if part_of(module) is not None]
-
-
-def _unpatch_loss(target: Any, state: LossState) -> None:
-    for module in _with_loss(target, state):
-        take_class_back(module)
-    state.heads, state.head, state.why_not = [], None, None
+def _unpatch_loss(target: nn.Module, state: LossState) -> None:
+    parts.restore(target, LOSS)
+    state.head, state.why_not = None, None
 
 
 def _unwrapped(model: Any) -> Any:

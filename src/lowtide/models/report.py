@@ -71,10 +71,6 @@ class PatchReport:
         first, *more = sorted(lines, key=lambda line: not line.patched)
         self.parts[part] = PartReport(part, first.module, first.outcome, first.patched, first.count, tuple(more))
 
-    def count_fused(self) -> None:
-        """Count one call whose loss was computed without logits."""
-        self.calls_fused += 1
-
     def count_materialised(self, why: str) -> None:
         """Count one call whose logits were built, and the reason."""
         self.calls_materialised += 1

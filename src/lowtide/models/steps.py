@@ -4,8 +4,8 @@ Legend: hidden [..., D], logits [..., V].
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
@@ -16,20 +16,23 @@ TensorBase: Any = Tensor.__base__
 
 @dataclass(frozen=True)
 class Step:
-    """An operation on the logits that can be done again: ``function(logits, *args, **kwargs)``, or a part of that."""
+    """An operation on the logits that can be done again.
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    part: int | None = None
-    keeps_values: bool = False  # it moves, chooses or copies rows
+    Args:
+        run: The operation.
+        kind: What it does to values: nothing ("rows", "detach"), "cast", "scale", "tanh", "bias" or "log_softmax".
+        by: The factor of a scale, or the vector [V] of a bias.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    kind: str = "rows"
+    by: Any = None
 
 
 def replay(logits: Tensor, steps: Iterable[Step]) -> Tensor:
     """Return ``logits`` after the steps."""
     for step in steps:
-        made = step.function(logits, *step.args, **step.kwargs)
-        logits = made if step.part is None else made[step.part]
+        logits = step.run(logits)
     return logits
 
 
@@ -91,13 +94,6 @@ class LogitArguments:
     sign: int = 1  # the factor of that log-softmax, 1 or -1
 
 
-_FACTORS: dict[Callable[..., Any], Callable[..., float]] = {
-    TensorBase.neg: lambda: -1.0,
-    TensorBase.mul: lambda by: by,
-    TensorBase.div: lambda by: 1 / by if by else math.inf,
-}
-
-
 def fold(steps: Iterable[Step]) -> LogitArguments | None:
     """Return steps as arguments of lowtide's functions, None where they are not of that form.
 
@@ -107,25 +103,25 @@ def fold(steps: Iterable[Step]) -> LogitArguments | None:
     cap: float | None = None
     offsets: list[Tensor] = []
     for step in steps:
-        function = step.function
-        if step.keeps_values or function is TensorBase.to:
+        kind, by = step.kind, step.by
+        if kind in ("rows", "detach", "cast"):
             continue
-        if normalised and function is TensorBase.neg:
+        if normalised and kind == "scale" and by == -1:
             sign = -sign
         elif normalised:
             return None
-        elif function is TensorBase.log_softmax:
+        elif kind == "log_softmax":
             normalised = True
-        elif function is TensorBase.add and scale == 1 and cap is None:
-            offsets.append(step.args[0])
-        elif function is TensorBase.tanh and cap is None:
+        elif kind == "bias" and scale == 1 and cap is None:
+            offsets.append(by)
+        elif kind == "tanh" and cap is None:
             cap = 1.0
-        elif function not in _FACTORS:
+        elif kind != "scale":
             return None
         elif cap is None:
-            scale *= _FACTORS[function](*step.args)
+            scale *= by
         else:
-            cap *= _FACTORS[function](*step.args)
+            cap *= by
     if cap is not None:
         scale, cap = scale * cap, abs(cap)  # tanh is odd
     if any(number == 0 or not math.isfinite(number) for number in (scale, 1 if cap is None else cap)):
