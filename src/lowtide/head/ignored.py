@@ -88,7 +88,12 @@ def decided(
     shares = _known.get(kind)
     if shares is not None:
         known = shares
-        return "skip" if pays(known) else "compute", None if captures else lambda: known.append(share_of(counted()))
+
+        def count() -> None:
+            known.append(share_of(counted()))
+            pays(known)  # waits here for what the next call reads: that may be one that a graph captures
+
+        return "skip" if pays(known) else "compute", None if captures else count
     if captures:
         return "skip", None
     if len(_known) >= MOST_KINDS:
