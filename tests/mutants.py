@@ -325,7 +325,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "plan": [
         Mutant(
-            "plan/meter.py", "_bytes(x) for x in made if x.is_floating_point()", "_bytes(x) for x in made[:1]",
+            "plan/meter.py", "x.nbytes for x in made if x.is_floating_point()", "x.nbytes for x in made[:1]",
             "planner/test_phases.py -k bytes_and_operations",
         ),
         Mutant(

@@ -16,6 +16,8 @@ from lowtide.train.shapes import SHAPES
 GIB = 2**30
 FEW = {**SHAPES["llama-3.2-1b"], "num_hidden_layers": 4}
 FLASH_STATES = 24  # bytes that flash attention saves of its dropout
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def job_of(model: Any = "llama-3-8b", seq_len: int = 8192, **arguments: Any) -> Job:

@@ -18,11 +18,10 @@ from lowtide.memory.policy import parse_policies
 from lowtide.mlp import elementwise
 from lowtide.plan import Adapters
 from lowtide.plan import model as model_file
-from lowtide.plan.arguments import ATTENTION, PROJECTIONS
 from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.step_costs import StepCosts, layer_costs
 from models.tiny import HEAD_DIMS, tiny_config
-from planner.jobs import cost_of, groups_of, job_of
+from planner.jobs import ATTENTION, PROJECTIONS, cost_of, groups_of, job_of
 from promises import promise
 
 transformers = pytest.importorskip("transformers")

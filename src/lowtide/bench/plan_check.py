@@ -81,11 +81,7 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
 
     job = plan.job
     config: Any = AutoConfig.for_model(**{**settings, "use_cache": False})
-    try:
-        model = random_model(config, job.dtype, device, attn_implementation=job.model.attention or None)
-    except ValueError as error:  # capped scores, for one
-        why = str(error).partition(". ")[0]
-        raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
+    model = random_model(config, job.dtype, device)
     if job.adapters is not None:
         from peft import LoraConfig, get_peft_model
 

@@ -12,8 +12,8 @@ from lowtide.memory import apply_policy, offload_optimizer
 from lowtide.memory.policy import words_of
 from lowtide.memory.stack import find_stack
 from lowtide.plan import Adapters, MemoryPlan, plan_memory
-from lowtide.plan.arguments import DDP, FSDP2, PROJECTIONS, ZERO3
-from lowtide.plan.config import attention_of, quantised, read_settings
+from lowtide.plan.arguments import DDP, FSDP2, ZERO3
+from lowtide.plan.config import quantised, read_settings
 from lowtide.plan.run_file import optimizer_of
 
 AUTO = "auto"
@@ -73,7 +73,7 @@ def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[st
     weights = next(iter(model.parameters())).dtype
     four_bit = quantised(read_settings(model.config)).four_bit
     dtype = torch.bfloat16 if four_bit else weights
-    attention = attention_of(model.config.get_text_config())
+    attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "")
     return {
         "seq_len": length * rows if joined else length,
         "batch_size": 1 if joined else rows,
@@ -182,8 +182,7 @@ def _adapters(model: Any) -> Adapters | None:
     if len(ranks) != 1 or len(trained) != 2 * pairs:
         expected = "adapters of one rank on the same projections of each layer, and nothing else that is trained"
         raise ArgumentValueError(message("memory_budget", expected, f"{len(trained)} trained parameters"))
-    known = [name for name in PROJECTIONS if name in targets]  # in their usual order
-    return Adapters(ranks.pop(), (*known, *sorted(targets.difference(known))))
+    return Adapters(ranks.pop(), tuple(sorted(targets)))
 
 
 def _reference_gib(model: Any, args: Any, step: dict[str, Any]) -> float:

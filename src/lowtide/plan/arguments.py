@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
@@ -14,8 +14,6 @@ from lowtide.plan.gpus import GPUS
 DTYPES = ("bfloat16", "float16", "float32")  # as torch has them
 DDP, FSDP2, ZERO3 = "ddp", "fsdp2", "zero3"  # as lowtide train has them
 PARALLEL = (DDP, FSDP2, ZERO3)
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -23,24 +21,23 @@ class Optimizer:
     """What an optimizer takes for the parameters that it trains."""
 
     states: int  # tensors of the parameters' size and dtype
-    bytes_each: float = 0.0  # bytes per parameter besides
+    bytes_each: float = 0.0  # bytes per parameter besides, which do not follow shards of the parameters
     temporary: int = 0  # tensors of all parameters' size that its step makes
-    shards: bool = True  # for several GPUs: its states follow shards of the parameters
     traffic: float = 3.0  # times that a copy would read or write the parameters' bytes in its step's time, as measured
 
 
 OPTIMIZERS = {
     "adamw": Optimizer(2, traffic=8.1),
     "adamw-foreach": Optimizer(2, temporary=1, traffic=21),
-    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, shards=False, traffic=6),
+    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, traffic=6),
     "sgd": Optimizer(0, traffic=3),
     "sgd-momentum": Optimizer(1, traffic=8.2),
 }
 
 
-def _option(help: str, metavar: str | None = None, flag: str | None = None) -> dict[str, Any]:
-    """Return the metadata of a field that is an option of ``lowtide plan`` as well."""
-    return {"help": help, "metavar": metavar, "flag": flag}
+def _option(help: str, metavar: str | None = None, flag: str | None = None, *, default: Any = MISSING) -> Any:
+    """Return a field that is an option of ``lowtide plan`` as well."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,19 @@ class Adapters:
             None: those that peft adapts in a model of its type.
 
     Raises:
-        ArgumentTypeError: A rank that is no whole number.
-        ArgumentValueError: A rank below 1, or no names of projections.
+        ArgumentTypeError: A rank that is no whole number, or targets that are no tuple.
+        ArgumentValueError: A rank below 1.
     """
 
-    rank: int = field(metadata=_option("train adapters of this rank and freeze the model", flag="--lora-rank"))
-    targets: tuple[str, ...] | None = field(
-        default=(), metadata=_option("what is adapted (default: all linear layers)", "NAME", "--lora-targets")
+    rank: int = _option("train adapters of this rank and freeze the model", flag="--lora-rank")
+    targets: tuple[str, ...] | None = _option(
+        "what is adapted (default: all linear layers)", "NAME", "--lora-targets", default=()
     )
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
-        if not isinstance(self.targets or (), tuple) or not all(isinstance(one, str) for one in self.targets or ()):
-            raise ArgumentValueError(message("targets", "names of projections", f"{self.targets!r}"))
+        if not isinstance(self.targets, tuple | None):
+            raise ArgumentTypeError(message("targets", "a tuple of projections' names, or None", f"{self.targets!r}"))
 
     def __str__(self) -> str:
         names = "peft's own projections" if self.targets is None else " ".join(self.targets)
@@ -118,62 +115,57 @@ class PlanArguments:
         ArgumentValueError: A value that is not allowed.
     """
 
-    seq_len: int = field(metadata=_option("tokens per sequence"))
-    batch_size: int = field(default=1, metadata=_option("sequences per step, of each GPU"))
-    budget_gib: float | str | None = field(
-        default=None,
-        metadata=_option("GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93% of it)", "SIZE", "--budget"),
+    seq_len: int = _option("tokens per sequence")
+    batch_size: int = _option("sequences per step, of each GPU", default=1)
+    budget_gib: float | str | None = _option(
+        "GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93% of it)", "SIZE", "--budget", default=None
     )
-    host_gib: float | str = field(default=0, metadata=_option("pinned host memory for offloading", "SIZE", "--host"))
-    device: Any = field(
+    host_gib: float | str = _option("pinned host memory for offloading", "SIZE", "--host", default=0)
+    device: Any = _option(  # noqa: RUF009
+        f"{', '.join(GPUS)}; or cuda: the one at hand (default: the one at hand, or h100)",
+        "NAME",
+        "--gpu",
         default=None,
-        metadata=_option(
-            f"{', '.join(GPUS)}; or cuda: the one at hand (default: the one at hand, or h100)", "NAME", "--gpu"
-        ),
     )
-    dtype: Any = field(
+    dtype: Any = _option(  # noqa: RUF009
+        f"of weights, gradients and states: {', '.join(DTYPES)} (default: float32; bfloat16 in 4 bits)",
+        "NAME",
         default=None,
-        metadata=_option(
-            f"of weights, gradients and states: {', '.join(DTYPES)} (default: float32; bfloat16 in 4 bits)", "NAME"
-        ),
     )
-    autocast: bool | None = field(default=None, metadata=_option("GEMMs in float32 as well"))
-    optimizer: str = field(default="adamw", metadata=_option(", ".join(OPTIMIZERS), "NAME"))
-    keep_gradients: bool = field(
-        default=False, metadata=_option("gradients are accumulated over several backward passes, and outlive one")
+    autocast: bool | None = _option("GEMMs in float32 as well", default=None)
+    optimizer: str = _option(", ".join(OPTIMIZERS), "NAME", default="adamw")
+    keep_gradients: bool = _option(
+        "gradients are accumulated over several backward passes, and outlive one", default=False
     )
     adapters: Adapters | None = None
     options: HeadOptions | None = None
-    attention_mask: bool = field(default=False, metadata=_option("attention takes a [T, T] mask, for packed documents"))
-    fused_mlp: bool = field(default=True, metadata=_option("stock MLPs, as where lowtide.patch fuses none"))
-    gpus: int = field(default=1, metadata=_option("GPUs that share the step"))
-    parallel: str = field(default=FSDP2, metadata=_option(f"with --gpus: {', '.join(PARALLEL)}", "NAME"))
-    link: float | str | None = field(
-        default=None,
-        metadata=_option("what a GPU receives from others per second: 50GB (default: NVLink's rate)", "SIZE"),
+    attention_mask: bool = _option("attention takes a [T, T] mask, for packed documents", default=False)
+    fused_mlp: bool = _option("stock MLPs, as where lowtide.patch fuses none", default=True)
+    gpus: int = _option("GPUs that share the step", default=1)
+    parallel: str = _option(f"with --gpus: {', '.join(PARALLEL)}", "NAME", default=FSDP2)
+    link: float | str | None = _option(
+        "what a GPU receives from others per second: 50GB (default: NVLink's rate)", "SIZE", default=None
     )
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "gpus"):
             check_count(name, getattr(self, name))
-        for name, kind, expected in (
-            *((name, bool, "True or False") for name in ("keep_gradients", "attention_mask", "fused_mlp")),
-            ("autocast", bool | None, "True, False or None"),
-            ("adapters", Adapters | None, "lowtide.plan.Adapters or None"),
-        ):
-            if not isinstance(got := getattr(self, name), kind):
-                raise ArgumentTypeError(message(name, expected, f"{got!r}"))
-        check_options(self.options)
-        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        for name, got, names in (
-            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
-            ("parallel", self.parallel, PARALLEL),
-            ("dtype", dtype, (*DTYPES, None)),
-        ):
-            if got not in names:
-                raise ArgumentValueError(message(name, f"one of {', '.join(filter(None, names))}", f"{got!r}"))
         for name in ("budget_gib", "host_gib", "link"):
             self.size(name)
+        if not isinstance(self.adapters, Adapters | None):
+            raise ArgumentTypeError(message("adapters", "lowtide.plan.Adapters or None", f"{self.adapters!r}"))
+        check_options(self.options)
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        flags = ("keep_gradients", "attention_mask", "fused_mlp")
+        for name, got, allowed in (
+            *((name, getattr(self, name), (True, False)) for name in flags),
+            ("autocast", self.autocast, (True, False, None)),
+            ("dtype", dtype, (*DTYPES, None)),
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+            ("parallel", self.parallel, PARALLEL),
+        ):
+            if got not in allowed:
+                raise ArgumentValueError(message(name, f"one of {', '.join(map(str, allowed))}", f"{got!r}"))
 
     def size(self, name: str) -> int | None:
         """Return one of the sizes in bytes; None: left to the GPU."""

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.errors import ArgumentValueError, message
+from lowtide.memory.policy import check_count
 
 BLOCK, OUTER_BLOCK = 64, 256  # weights that share a scale, and scales that share one: transformers sets neither
 SINGLE, NESTED = "4 bits", "4 bits, double quantisation"
@@ -31,43 +32,31 @@ def read_settings(config: Any) -> dict[str, Any]:
         config: A `transformers` config, a dictionary like a config.json's, or the path of one or of its folder.
 
     Raises:
-        ArgumentTypeError: It is something else.
-        ArgumentValueError: The config has no type, or transformers does not accept it.
+        ArgumentValueError: It is something else, has several parts for text, or transformers does not accept it.
     """
     from transformers import AutoConfig, PretrainedConfig
 
-    hint = "Nothing is fetched from the network. Names such as llama-3.2-1b are for lowtide plan --model."
+    hint = "Of a model pass model.config, of a config with several parts for text that of one."
     try:
         if isinstance(config, (str, Path)):
+            hint = "Nothing is fetched from the network. Names such as llama-3.2-1b are for lowtide plan --model."
             config, _ = PretrainedConfig.get_config_dict(Path(config).expanduser(), local_files_only=True)
         if isinstance(config, Mapping):
-            hint, config = "", AutoConfig.for_model(**config)
+            hint = ""
+            config = AutoConfig.for_model(**config)
+        text = config.get_text_config()
     except Exception as error:  # transformers' checks of configs have no common base
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        expected = "a config.json that transformers can read, and accepts"
+        expected = "a config that transformers accepts, a dictionary like it, or the path of a config.json"
         raise ArgumentValueError(message("config", expected, why, hint)) from error
-    if not callable(getattr(config, "get_text_config", None)):
-        expected, got = "transformers' config, a dictionary, or the path of a config.json", type(config).__name__
-        raise ArgumentTypeError(message("config", expected, got, "Of a model pass model.config."))
-    try:
-        text = config.get_text_config()
-    except ValueError as error:  # it has several
-        got, hint = f"{config.model_type}, which has several", "Pass the config of the one to plan."
-        raise ArgumentValueError(message("config", "one part for text", got, hint)) from error
     settings: dict[str, Any] = text.to_dict()
     if config.model_type != text.model_type:
         whole = config.to_dict()
         settings["part_of"] = config.model_type
-        if whole.get("quantization_config"):  # of the whole alone
-            settings["quantization_config"] = whole["quantization_config"]
-        if settings.get("tie_word_embeddings") is None:  # of the whole alone, as its output layer is
-            settings["tie_word_embeddings"] = whole.get("tie_word_embeddings")
+        for name in ("quantization_config", "tie_word_embeddings"):  # of the whole, as the output layer is
+            if settings.get(name) is None and name in whole:
+                settings[name] = whole[name]
     return settings
-
-
-def attention_of(text: Any) -> str:
-    """Return transformers' name for the attention of a config's part for text, "" if it has none."""
-    return str(getattr(text, "_attn_implementation", "") or "")
 
 
 def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -80,8 +69,7 @@ def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
     Raises:
         ArgumentValueError: Fewer than one.
     """
-    if layers < 1:
-        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
+    check_count("layers", layers)
     old = settings.get("num_hidden_layers")
     repeated: dict[str, Any] = {
         name: (value * -(-layers // len(value)))[:layers]
@@ -133,10 +121,9 @@ def quantised(settings: Mapping[str, Any]) -> Quantised:
         expected = f"unset, 4 bits by bitsandbytes, or weights that transformers can load in 16 bits ({loaded})"
         bits = " in 8 bits" if config.get("load_in_8bit") else ""
         raise ArgumentValueError(message("quantization_config", expected, f"{method}{bits}", hint))
-    if (skipped := config.get("llm_int8_skip_modules")) is not None:
-        names = " ".join(skipped)
-        if re.search(_INSIDE, names) or not re.search(_HEADS, names):
-            expected = "the output layer, and nothing inside the layers, among llm_int8_skip_modules"
-            raise ArgumentValueError(message("quantization_config", expected, f"{[*skipped]}", hint))
+    names = " ".join(config.get("llm_int8_skip_modules") or ["lm_head"])
+    if re.search(_INSIDE, names) or not re.search(_HEADS, names):
+        expected = "the output layer, and nothing inside the layers, among llm_int8_skip_modules"
+        raise ArgumentValueError(message("quantization_config", expected, names, hint))
     how = NESTED if config.get("bnb_4bit_use_double_quant") else SINGLE
     return Quantised(how, str(config.get("bnb_4bit_compute_dtype") or "").removeprefix("torch."))

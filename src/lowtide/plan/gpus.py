@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, did_you_mean, message
+from lowtide.errors import ArgumentValueError, UnsupportedError, did_you_mean, message
 
 if TYPE_CHECKING:
     import torch
@@ -69,15 +69,13 @@ class Gpu:
         """Return the memory in bytes."""
         return int(self.memory_gib * 2**30)
 
-    @property
-    def most_bytes(self) -> int:
-        """Return the most that tensors can take: the allocator needs 2% of the memory, and at least 1 GiB."""
-        return max(0, min(int(0.98 * self.memory_bytes), self.memory_bytes - 2**30))
+    def budget(self, asked: int | None) -> int:
+        """Return the bytes that tensors may take, of so many that were asked for; None: of what is usable.
 
-    @property
-    def default_budget_bytes(self) -> int:
-        """Return what tensors may take where no budget is given."""
-        return min(int(USABLE * self.memory_bytes), self.most_bytes)
+        The allocator needs 2% of the memory, and at least 1 GiB.
+        """
+        most = min(0.98 * self.memory_bytes, self.memory_bytes - 2**30)
+        return int(min(asked or USABLE * self.memory_bytes, most))
 
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -93,7 +91,6 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
         device: As for `plan_memory`; names as `gpu_named` reads them.
 
     Raises:
-        ArgumentTypeError: It is neither a name, a device nor a `Gpu`.
         ArgumentValueError: An unknown name.
         UnsupportedError: ``"cuda"`` without a GPU, or without so many.
     """
@@ -101,8 +98,6 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
 
     if isinstance(device, Gpu):
         return device
-    if device is not None and not isinstance(device, (str, torch.device)):
-        raise ArgumentTypeError(message("device", "a name, a torch.device or None", type(device).__name__))
     name = ("cuda" if device is None else str(device)).lower()
     if not re.fullmatch(r"cuda(:\d+)?", name):
         return gpu_named(name)

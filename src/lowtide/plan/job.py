@@ -52,19 +52,18 @@ class Job(PlanArguments):
         four_bit, computes, several = self.quantised.four_bit, self.quantised.computes, self.gpus > 1
         wider = getattr(torch, computes, self.dtype).itemsize > self.dtype.itemsize
         alone = f"For {self.gpus} GPUs by {self.parallel}, leave it out or change it; or plan for one GPU."
-        shard = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
+        shard = ", ".join(name for name, kind in OPTIMIZERS.items() if not kind.bytes_each)
         for applies, *words in (
-            (self.autocast and self.dtype != torch.float32, "dtype", "float32 with autocast=True", self.dtype),
+            (self.autocast and (four_bit or self.dtype != torch.float32), "autocast",
+             "False for weights in 4 or 16 bits, whose GEMMs run in the model's dtype", True),
             (four_bit and self.adapters is None, "adapters", "LoRA for weights in 4 bits, which are frozen", "none",
              "In Python pass adapters=lowtide.plan.Adapters(rank), to the command --lora-rank."),
-            (four_bit and self.autocast, "autocast", "False for weights in 4 bits", True,
-             "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."),
             (wider, "bnb_4bit_compute_dtype",
              f"{self.dtype_name}, as it is planned in, for all GEMMs over weights in 4 bits run in it", computes,
              f"Set it in the config (transformers' default is float32), or plan in {computes}."),
             (several and self.size("host_gib"), "host_gib", "0: offloading is planned for one GPU alone",
              self.host_gib, alone),
-            (several and self.parallel != DDP and not OPTIMIZERS[self.optimizer].shards, "optimizer",
+            (several and self.parallel != DDP and OPTIMIZERS[self.optimizer].bytes_each, "optimizer",
              f"one that shards: {shard}", self.optimizer, alone),
             (several and self.parallel == ZERO3 and self.narrow > 2, "dtype",
              "16 bits or autocast: DeepSpeed's float32 training is not planned", self.dtype, alone),
@@ -100,7 +99,7 @@ class Job(PlanArguments):
         """
         frozen = self.adapters is not None
         autocast = self.autocast or (frozen and self.narrow == 2)
-        run = Run(self.batch_size, self.seq_len, level, frozen, self.keep_gradients, autocast, self.attention_mask)
+        run = Run(self.batch_size, self.seq_len, level or 0, frozen, self.keep_gradients, autocast, self.attention_mask)
         with refused(self.model_type):
             return self.model.readings(run)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import add
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.graph import flop_of
 from lowtide.memory.attention import is_attention
@@ -64,7 +64,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, experts: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._experts, self._sizes = experts, dict[int, int]()
+        self._experts = experts
         self.live = self.peak = self.attended = 0
         self.work = Work()
 
@@ -78,16 +78,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "aten::nonzero":
             out = self._nonzero(args[0])
         elif name == _GROUPED:
-            out = _of_dtype(func, args, kwargs)
+            out = _grouped(*args)
         else:
             out = func(*args, **kwargs)
-        given, made = [*_tensors((*args, *kwargs.values()))], [*_tensors((out,))]
-        storages = {x.untyped_storage()._cdata for x in given}
-        fresh = [x for x in made if x.untyped_storage()._cdata not in storages]
-        for x in fresh:
-            self._follow(x)
+        given, made = tensors_of((args, kwargs)), tensors_of(out)
+        there = {x.untyped_storage()._cdata for x in given}
+        fresh = {each._cdata: each for x in made if (each := x.untyped_storage())._cdata not in there}
+        for storage in fresh.values():
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._freed, storage.nbytes())
         if is_attention(func):
-            self.attended += sum(_bytes(x) for x in made if x.is_floating_point())
+            self.attended += sum(x.nbytes for x in made if x.is_floating_point())
         self.peak = max(self.peak, self.live + _scratch(name, args, given, made))
         work = _work(func, name, args, kwargs, [*given, *made], made, writes=bool(fresh))
         self.work = Work(*map(add, self.work, work))
@@ -101,35 +102,19 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return an index, or in place of a mask of bools those that it selects."""
         return [index] if index is None or index.dtype != torch.bool else self._nonzero(index).unbind(1)
 
-    def _follow(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._sizes:
-            return
-        self._sizes[key] = size
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, key)
-
-    def _freed(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
+    def _freed(self, size: int) -> None:
+        self.live -= size
 
 
-def _of_dtype(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
     """Return the result of a grouped GEMM: on the meta device PyTorch has it for bfloat16 alone."""
-    given, dtype = (args, kwargs), args[0].dtype
-    narrow = tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, given)
-    out: Tensor = func(*narrow[0], **narrow[1])
-    return out.to(dtype)
+    groups = [len(offsets)] * (a.dim() == b.dim())
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments or results."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the tensors among an operator's or a layer's arguments or results."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _work(
@@ -149,12 +134,8 @@ def _work(
         return Work(flop=flop, rows=rows, operators=1)
     if writes or name.endswith("_"):
         passes = 2 if name == _SOFTMAX_BACKWARD else 1
-        return Work(thin=passes * sum(map(_bytes, touched)), operators=1)
+        return Work(thin=passes * sum(x.nbytes for x in touched), operators=1)
     return Work()  # a view
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
@@ -169,7 +150,7 @@ def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> i
             scratch += narrow * (sum(w.numel() for w in weights) + (1 + backward) * call.input.numel())
         if backward:  # gate's and up's gradients come when the scratch is gone
             grads = [x for x in made[1:] if x.dim() == 2]
-            scratch -= min(scratch, sum(map(_bytes, grads[: len(weights) - 1])))
+            scratch -= min(scratch, sum(x.nbytes for x in grads[: len(weights) - 1]))
         return int(scratch)
     if rows := _ROWS.get(name):
         (x, _, _, down, _, _, ids, *_), *_ = args
@@ -177,7 +158,7 @@ def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> i
         of_row = rows[given[-1].dim() == 2](D, down[0].numel() // D)
         return int(ids.numel() * of_row * x.element_size())
     if name == _SOFTMAX_BACKWARD:
-        return _bytes(given[0])
+        return given[0].nbytes
     if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
         query, key = args[1], args[2]
         shared = query.shape[1] != key.shape[1]
@@ -244,8 +225,8 @@ def autocast() -> Iterator[None]:
     """
     copies: dict[Tensor, Tensor] = {}
 
-    def cast(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dtype != torch.float32:
+    def cast(x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
             return x
         if not isinstance(x, nn.Parameter) or not x.requires_grad:
             return x.to(torch.bfloat16)
@@ -254,7 +235,8 @@ def autocast() -> Iterator[None]:
         return copies[x]
 
     def narrow(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(cast, (args, kwargs))
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
         return stock(*args, **kwargs)
 
     gemms = [(home, name, partial(narrow, getattr(home, name))) for home, names in _NARROW.items() for name in names]
@@ -291,7 +273,7 @@ def stand_ins(visits: int, *, masked: bool = False) -> Iterator[None]:
         return [each + (i < more) for i in range(self.numel())]
 
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:  # which peft turns off over experts
-        return nullcontext() if device_type == "meta" else stock_autocast(device_type, *args, **kwargs)
+        return stock_autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
     attention = (F, "scaled_dot_product_attention", partial(_fused, masked))
     with _replaced(attention, (Tensor, "tolist", tolist), (torch, "autocast", autocast)):

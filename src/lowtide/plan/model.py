@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.stack import find_stack
 from lowtide.plan.arguments import Adapters
-from lowtide.plan.config import attention_of
-from lowtide.plan.meter import Meter, Work, autocast, stand_ins
+from lowtide.plan.meter import Meter, Work, autocast, stand_ins, tensors_of
 
 MEASURE = "Measure its step instead, with `lowtide profile`."
 # Tokens of the short sequences by which a loop over tokens is read: chunks of linear attention and state spaces divide
@@ -54,7 +53,7 @@ class Run(NamedTuple):
 
     batch_size: int
     seq_len: int
-    level: int | None = None  # of the fused MLPs; None: as patched
+    level: int = 0  # of the fused MLPs
     frozen: bool = False  # weights have no gradients
     keep_gradients: bool = False  # gradients are there when backward begins
     autocast: bool = False  # GEMMs and attention run in bfloat16
@@ -87,7 +86,6 @@ class MetaModel:
 
     Attributes:
         name: Its class.
-        attention: transformers' implementation.
         params: Its parameters, without adapters.
         layer_params: Those of each layer, without those that it shares with an earlier one.
         linears: The weights' sizes of the layers' linear layers, which transformers can put into 4 bits.
@@ -123,7 +121,6 @@ class MetaModel:
             model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)
         self._model = model.to("meta").train()  # also what was made on the CPU nevertheless
         self.name, self._readings = type(model).__name__, cache(self._read_all)
-        self.attention = attention_of(text)
         self.experts, self._visits = (
             next((n for n in (getattr(text, name, None) for name in names) if type(n) is int), 0)
             for names in (_EXPERTS, _VISITED)
@@ -137,17 +134,19 @@ class MetaModel:
         self.tied: bool = model.get_input_embeddings().weight is weight
         heads = getattr(text, "num_attention_heads", None)  # in some n_head
         self.head_dim = int(settings.get("head_dim") or (self.hidden // heads if type(heads) is int else 0))
-        self.params = int(sum(p.numel() for p in model.parameters()))
+        numbers: dict[str, int] = {
+            name: p.numel() for name, p in model.named_parameters()
+        }  # a shared one is there once
+        self.params = sum(numbers.values())
         layers = find_stack(model).layers
         self.windows = _windows(settings, len(layers))
         linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
         self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))
-        self.layer_params = _own_params(layers.values())
+        self.layer_params = tuple(sum(n for name, n in numbers.items() if name.startswith(f"{one}.")) for one in layers)
         self.adapter_params = 0 if adapters is None else _adapt(model, adapters)
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
         self.kind_of = tuple(map(kinds.index, keys))
-        self._loops: bool | None = None  # over tokens
         self._layers: dict[int, Any] = {}
         for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
             model.set_submodule(name, self._layers.setdefault(kind, layer))
@@ -159,8 +158,8 @@ class MetaModel:
     def readings(self, run: Run) -> tuple[Reading, ...]:
         """Return what a layer of each kind takes.
 
-        A layer with a loop over tokens would take minutes at a long sequence. Its figures are a + b N + c N T, with N
-        tokens in sequences of T: the coefficients follow from three short sequences.
+        A layer with a loop over tokens, where more of them take more operators, would take minutes at a long sequence.
+        Its figures are a + b N + c N T, with N tokens in sequences of T: the coefficients follow from three short ones.
 
         Raises:
             RuntimeError: The forward did not call one of them.
@@ -176,10 +175,8 @@ class MetaModel:
             shares: list[float] = np.linalg.solve(np.vander(points, increasing=True).T, powers).tolist()
             return tree_map(lambda *values: max(0.0, sum(map(mul, values, shares))), *short(points, **changes))
 
-        if self._loops is None and POINTS[-1] < run.seq_len:  # where more tokens take more operators
-            few, more = (sum(one.forward.operators for one in kinds) for kinds in short(POINTS[:2]))
-            self._loops = few != more
-        if not self._loops or POINTS[-1] >= run.seq_len:
+        operators = (sum(one.forward.operators for one in kinds) for kinds in short(POINTS[:2], level=0))
+        if run.seq_len <= POINTS[-1] or next(operators) == next(operators):
             return self._readings(run)
         # A peak is the largest of several sums: a line through the longer two extrapolates it. In short sequences the
         # gradients of weights are the peak of backward; in long ones those of activations, so that it is at least what
@@ -203,10 +200,10 @@ class MetaModel:
 
             Layers may widen the residual stream: all but the first then have the wide input, and theirs is the reading.
             """
-            dtype = _hidden(args, kwargs).dtype
-            if kind not in found or found[kind][0] != dtype:
+            hidden = _first(x for x in tensors_of((args, kwargs)) if x.is_floating_point())
+            if kind not in found or found[kind][0] != hidden.dtype:
                 with torch.enable_grad(), _disable_current_modes():
-                    found[kind] = dtype, *self._read(run, self._layers[kind], forward, args, kwargs)
+                    found[kind] = hidden.dtype, *self._read(run, self._layers[kind], forward, hidden, args, kwargs)
             return found[kind][2]
 
         B, T = run.batch_size, run.seq_len
@@ -214,7 +211,7 @@ class MetaModel:
             p.requires_grad_(p.is_floating_point() and (not run.frozen or _LORA in name))
         for layer in self._layers.values():
             for module in _fused_mlps(layer):
-                module.checkpoint_level = run.level or 0
+                module.checkpoint_level = run.level
         given = {"input_ids": torch.ones(B, T, dtype=torch.long, device="meta")}
         if run.masked:
             given["attention_mask"] = torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")
@@ -233,14 +230,14 @@ class MetaModel:
         return tuple(found[kind][1] for kind in self._layers)
 
     def _read(
-        self, run: Run, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, run: Run, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any
     ) -> tuple[Reading, Any]:
         """Return a layer's reading, and its outputs without their graph."""
-        hidden = _hidden(args, kwargs)
         leaf = hidden.detach().requires_grad_()
         precision: Any = autocast if run.autocast else nullcontext
         args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
-        with Meter(self.experts) as meter, saved_tensors_hooks(_forgotten, _forgotten), precision():
+        forget: Any = [lambda _: None] * 2  # instead of saving
+        with Meter(self.experts) as meter, saved_tensors_hooks(*forget), precision():
             forward(*args, **kwargs)
         _cut_graphs((args, kwargs))
         checkpointed = meter.peak
@@ -256,10 +253,8 @@ class MetaModel:
 
             with saved_tensors_hooks(save, lambda x: x), precision():
                 outputs = forward(*args, **kwargs)
-            output = next((x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad), None)
-            if output is None:
-                raise RuntimeError("its layers return no hidden states with a gradient")
-            result = tree_map(_detached, outputs)
+            output = _first(x for x in tensors_of(outputs) if x.requires_grad)
+            result = tree_map_only(Tensor, Tensor.detach, outputs)
             size, done, peak, live = output.nbytes, meter.work, meter.peak, meter.live
             del outputs
             meter.peak = live
@@ -285,29 +280,18 @@ class MetaModel:
         ), result
 
 
-def _hidden(args: Any, kwargs: Any) -> Tensor:
-    """Return the hidden states among a layer's arguments: the first floating-point tensor."""
-    found = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
-    hidden = next(found, None)
-    if hidden is None:
-        raise RuntimeError("its layers take no hidden states")
-    return hidden
-
-
-def _forgotten(_: Any) -> Any:
-    """Save nothing."""
-    return None
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def _first(found: Iterable[Tensor]) -> Tensor:
+    """Return the first of the tensors among which a layer's hidden states are."""
+    for tensor in found:
+        return tensor
+    raise RuntimeError("its layers take no hidden states, or return none with a gradient")
 
 
 def _cut_graphs(given: Any) -> None:
     """Detach what a layer has left in a dictionary among its arguments, such as keys that later layers read."""
     for value in given if isinstance(given, tuple | list) else given.values():
         if isinstance(value, MutableMapping):
-            value.update({key: tree_map(_detached, one) for key, one in value.items()})
+            value.update(tree_map_only(Tensor, Tensor.detach, {**value}))
         if isinstance(value, tuple | list | MutableMapping):
             _cut_graphs(value)
 
@@ -315,16 +299,6 @@ def _cut_graphs(given: Any) -> None:
 def _fused_mlps(layer: nn.Module) -> list[Any]:
     """Return a layer's fused MLPs."""
     return [module for module in layer.modules() if hasattr(module, "checkpoint_level")]
-
-
-def _own_params(layers: Iterable[nn.Module]) -> tuple[int, ...]:
-    """Return the parameters of each layer that no layer before it has."""
-    seen, counts = set[nn.Parameter](), []
-    for layer in layers:
-        own = set(layer.parameters()) - seen
-        seen |= own
-        counts.append(sum(p.numel() for p in own))
-    return tuple(counts)
 
 
 def _kind(layer: nn.Module) -> Any:

@@ -68,14 +68,21 @@ def plan_memory(
         >>> len(plan.policies)
         4
     """
-    given: Any = {"seq_len": seq_len, "batch_size": batch_size, "budget_gib": budget_gib, "host_gib": host_gib}
-    return plan_step(config, PlanArguments(**given, device=device, **arguments))
+    step = PlanArguments(
+        seq_len=seq_len,
+        batch_size=batch_size,
+        budget_gib=budget_gib,
+        host_gib=host_gib,
+        device=device,
+        **arguments,
+    )
+    return plan_step(config, step)
 
 
 def plan_step(config: Any, arguments: PlanArguments) -> MemoryPlan:
     """Return the plan of a step that is described by `PlanArguments`: `plan_memory`, which has the errors too."""
     job = Job.of(config, arguments)
-    search, budget = Search(job), min(job.size("budget_gib") or job.gpu.default_budget_bytes, job.gpu.most_bytes)
+    search, budget = Search(job), job.gpu.budget(job.size("budget_gib"))
     fastest = search.fastest(budget)
     chosen = fastest or search.front[0]
     plan = MemoryPlan(search=search, chosen=chosen, budget_bytes=budget)

@@ -66,7 +66,10 @@ def read_run(file: Path) -> RunFile:
     if run.get("fsdp") or run.get("fsdp_config"):
         found["parallel"] = FSDP2
     if deepspeed := run.get("deepspeed"):
-        found |= _deepspeed(deepspeed if isinstance(deepspeed, Mapping) else _read(_beside(file, str(deepspeed))))
+        if not isinstance(deepspeed, Mapping):
+            beside = file.parent / deepspeed
+            deepspeed = _read(beside if beside.is_file() else Path(deepspeed))
+        found |= _deepspeed(deepspeed)
     checkpointed = bool(run.get("gradient_checkpointing", not axolotl))
     return RunFile(model, found, four_bit, bool(run.get("use_bnb_nested_quant", axolotl)), checkpointed)
 
@@ -95,10 +98,6 @@ def _deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ArgumentValueError(message("stage", "0 or 3", str(stage), hint))
     batch = config.get("train_micro_batch_size_per_gpu", "auto")
     return {"parallel": ZERO3 if stage else DDP, **({"batch_size": batch} if batch != "auto" else {})}
-
-
-def _beside(file: Path, name: str) -> Path:
-    return next((path for path in (Path(name), file.parent / name) if path.is_file()), Path(name))
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from itertools import combinations
 from typing import Any
 
 from lowtide.measure.units import gib
+from lowtide.memory.optimizer_blocks import BLOCK_BYTES
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
 from lowtide.plan.job import Job
-from lowtide.plan.step_costs import Groups, StepCosts
+from lowtide.plan.step_costs import BESIDE, PAGES, Groups, StepCosts
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states: the amounts that are tried
@@ -63,13 +64,12 @@ class Search:
             for keep in keeps[out:]
             for level in levels
         ]
-        saved = {policy: int(self.costs.of_layers(policy).saved.sum()) for policy in rungs}
-        self.ladder = sorted(rungs, key=lambda policy: 0 if policy.offload else saved[policy])
+        self.ladder = sorted(rungs, key=lambda p: not p.offload and self.costs.of_layers(p).saved.sum())
         self.sparse = [
             ActivationPolicy(mlp_level=levels[-1], every=k, offload=out)
             for out in reversed(places)
             for k in EVERY
-            if k <= job.layers and job.gpus == 1
+            if job.gpus == 1
         ]
         states = self.costs.states * bool(self.host_bytes)
         # The states of experts are so large that an amount between none and all may not be had.
@@ -89,10 +89,12 @@ class Search:
         for late in (False, True):
             least = found[0].peak
             for n in self._amounts:
-                host, peak = step.host + costs.states_on_host(n), costs.peak(step, n, late=late)
+                host = step.host + n + (n // BLOCK_BYTES + 2) * PAGES
+                peak = costs.peak(step, n, late=late)
                 if n <= step.travels and host <= self.host_bytes and peak < least:
                     least = peak
-                    found.append(Candidate(groups, peak, host, step.seconds + costs.on_the_way(n, late=late), n, late))
+                    waits = (BESIDE + (1 if late else BESIDE)) * n / self.job.gpu.pcie
+                    found.append(Candidate(groups, peak, host, step.seconds + waits, n, late))
         return found
 
     def _all_of(self, mixtures: Iterable[Groups]) -> list[Candidate]:

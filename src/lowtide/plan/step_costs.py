@@ -9,12 +9,13 @@ the GPU's rates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.optimizer_blocks import BLOCK_BYTES, share_away, share_back, share_out
+from lowtide.memory.optimizer_blocks import share_away, share_back, share_out
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.plan.config import BYTES, SCALES
@@ -95,17 +96,6 @@ class Step(NamedTuple):
     travels: int  # bytes of optimizer states that leave within forward, and come back within backward
 
 
-def runs_of(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
-    """Return the runs with whether what they save goes to the host: not that of the last offloaded layers."""
-    to_move = max(0, sum(policy.saves(n) for policy, n in groups if policy.offload) - ON_DEVICE)
-    found = []
-    for policy, n in groups:
-        moved = min(n, to_move * policy.every) if policy.offload else 0
-        to_move -= policy.saves(moved)
-        found += [(policy, m, moves) for m, moves in ((moved, True), (n - moved, False)) if m]
-    return found
-
-
 def layer_costs(job: Job, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
     """Return what a layer of each kind takes with a policy."""
     readings = job.readings(policy.mlp_level)
@@ -159,7 +149,7 @@ class StepCosts:
     def __init__(self, job: Job) -> None:
         self.ranks = ranks = ranks_of(job)
         self.job = job = ranks.job
-        self._tables: dict[ActivationPolicy, LayerCost] = {}
+        self.of_layers = cache(self._of_layers)
         self.weights, self.states, self.all_gradients = ranks.weights, ranks.states, ranks.gradients
         self.fixed_seconds = _seconds_without_layers(job, ranks.stepped)
         self.fixed_seconds += (ranks.awaited + SLOWS * ranks.beside) / job.link_rate
@@ -213,13 +203,11 @@ class StepCosts:
                             max(ranks.embedding, ranks.reduction - embedding), ranks.step),
         }  # fmt: skip
 
-    def of_layers(self, policy: ActivationPolicy) -> LayerCost:
+    def _of_layers(self, policy: ActivationPolicy) -> LayerCost:
         """Return what each layer takes with a policy, as arrays."""
-        if policy not in self._tables:
-            kinds = layer_costs(self.job, policy)
-            rows = (kinds[kind] for kind in self.job.model.kind_of)
-            self._tables[policy] = LayerCost(*map(np.array, zip(*rows, strict=True)))
-        return self._tables[policy]
+        kinds = layer_costs(self.job, policy)
+        rows = (kinds[kind] for kind in self.job.model.kind_of)
+        return LayerCost(*map(np.array, zip(*rows, strict=True)))
 
     def step(self, groups: Groups) -> Step:
         """Return the step under a mixture.
@@ -227,14 +215,14 @@ class StepCosts:
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
         from the other's rate. An exchange with other GPUs runs beside a layer's work too, and slows its GEMMs.
         """
-        L, runs = self.job.layers, runs_of(groups)
-        numbers = [n for _, n, _ in runs]
-        ends = np.cumsum(numbers)
-        rows = ([x[end - n : end] for x in self.of_layers(run)] for (run, n, _), end in zip(runs, ends, strict=True))
+        L, ends = self.job.layers, np.cumsum([n for _, n in groups])
+        rows = ([x[end - n : end] for x in self.of_layers(one)] for (one, n), end in zip(groups, ends, strict=True))
         each = LayerCost(*map(np.concatenate, zip(*rows, strict=True)))
-        moves = np.repeat([moves for _, _, moves in runs], numbers)
-        follows = np.concatenate([np.arange(n) % policy.every for policy, n, _ in runs])  # inputs recomputed before it
-        saved, first = each.saved, follows == 0
+        follows = np.concatenate([np.arange(n) % policy.every for policy, n in groups])  # inputs recomputed before it
+        saved, first, offloads = each.saved, follows == 0, each.transfer > 0
+        # What is saved goes to the host, but for the last that would: so many begin with a layer, or with its group.
+        begin = np.cumsum((offloads & first)[::-1])[::-1] + ~first
+        moves = offloads & (begin > ON_DEVICE)
         again = each.whole - ~moves * saved + follows * saved  # is there besides in its backward
         copy = moves * (saved + PAGES)  # on the GPU as long as it travels
         upto = np.cumsum(~moves * saved * first)
@@ -264,14 +252,6 @@ class StepCosts:
         parts = self.step(groups).parts
         parts["optimizer"] = parts["optimizer"] - (states * self._away[late]).astype(np.int64)
         return [Phase(*name, *map(int, held)) for name, *held in zip(self._names, *parts.values(), strict=True)]
-
-    def states_on_host(self, states: int) -> int:
-        """Return the host memory that so many bytes of optimizer states take."""
-        return states + (states // BLOCK_BYTES + 2) * PAGES
-
-    def on_the_way(self, states: int, *, late: bool = False) -> float:
-        """Return the seconds that so many bytes of offloaded states add: no more than travel beside layers, or late."""
-        return (BESIDE + (1 if late else BESIDE)) * states / self.job.gpu.pcie
 
 
 def _seconds_without_layers(job: Job, stepped: int) -> float:
