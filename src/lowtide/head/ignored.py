@@ -8,7 +8,7 @@ arrives: a program that runs again computes the same bits.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ _skips = cache(skips_ignored)
 
 def decided(
     kind: tuple[Any, ...], tensors: Sequence[Tensor], counted: Callable[[], Tensor], *, alone: bool
-) -> tuple[str, Callable[[], None] | None]:
+) -> tuple[str, Callable[[], object] | None]:
     """Return what a pass does with ignored tokens, where nothing is asked, and what is to run once it is launched.
 
     ``kind`` is the pass's, its record of arguments and a reduction. ``tensors`` are the hidden states, the weight and
@@ -87,19 +87,19 @@ def decided(
     kind, captures = (*kind, x.device, *w.shape), torch.cuda.is_current_stream_capturing()
     shares = _known.get(kind)
     if shares is not None:
-        known = shares
-
-        def count() -> None:
-            known.append(share_of(counted()))
-            pays(known)  # waits here for what the next call reads: that may be one that a graph captures
-
-        return "skip" if pays(known) else "compute", None if captures else count
+        return "skip" if pays(shares) else "compute", None if captures else partial(_count, shares, counted)
     if captures:
         return "skip", None
     if len(_known) >= MOST_KINDS:
         _known.clear()
-    _known[kind] = shares = deque([share_of(counted())], maxlen=NUMBERS + AFTER - 1)
-    return "skip" if pays(shares) else "compute", None
+    _known[kind] = shares = deque(maxlen=NUMBERS + AFTER - 1)
+    return "skip" if _count(shares, counted) else "compute", None
+
+
+def _count(shares: deque[Callable[[], float]], counted: Callable[[], Tensor]) -> bool:
+    """Begin to count a call's tokens, and wait for what the next call reads: a graph may capture that one."""
+    shares.append(share_of(counted()))
+    return pays(shares)
 
 
 def kept_tokens(args: Any, upstream: Sequence[Tensor | None], tokens: int) -> Tensor:
