@@ -70,9 +70,7 @@ PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: 
 MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
 EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward
 KEPT_ROWS = 512  # of a chunk, from which tiles are skipped
-EXP_ROWS = (
-    2048  # a chunk may have so many by default, however few the tokens; else half of them; a power of 2 from here
-)
+EXP_ROWS = 2048  # a chunk may have so many by default, or half of the tokens if that is more; from here a power of 2
 EXP_BYTES = 2**30  # of a chunk's E, where that is more rows
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E

@@ -72,14 +72,6 @@ def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinea
     return AdaptedLinear(base, found, around, four_bit and is_four_bit(base))
 
 
-def saved_layers(module: nn.Module | None) -> list[nn.Module]:
-    """Return the modules that a layer of modules_to_save may call; [] of any other."""
-    if module is None or not _is_saved(module):
-        return []
-    children: Any = children_of(module)
-    return [children["original_module"], *children["modules_to_save"].children()]
-
-
 def saved_module(module: nn.Module) -> nn.Module | str:
     """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
     if not _is_saved(module):
@@ -152,9 +144,9 @@ def _active(lora: Any, four_bit: bool) -> LowRankAdapter | str | None:
     biases = [parameters_of(linear).get("bias") for linear in (found.a, found.b)]
     if type(found.scale) not in (int, float) or biases != [None, None]:
         return "has an adapter of another form than LoRA's (a bias, or a scale that is no number)"
-    return (
-        found if getattr(lora, "cast_input_dtype_enabled", True) else "does not cast its input to its adapter's dtype"
-    )
+    if not getattr(lora, "cast_input_dtype_enabled", True):
+        return "does not cast its input to its adapter's dtype"
+    return found
 
 
 def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
