@@ -15,12 +15,9 @@ import torch
 from models.type_case import (
     COMPARED,
     CRASHED,
-    DIFFERENT,
-    FACTOR,
     FELL_BACK,
     FUSED,
     KINDS,
-    STATUSES,
     TIMED_OUT,
     check,
     types,
@@ -71,25 +68,14 @@ _PAGE = """\
 # Supported models
 
 Of the {types} model types in transformers {transformers}, {fused} train without logits, {fell_back} fall back to the
-stock loss (the tables give the reason), and {others} cannot be built or run in this test.
+stock loss, and {others} cannot be built or run in the test behind this page. It builds a tiny model of each type from
+its default config, and compares loss, gradients and logits of the stock and the patched model on a CPU (torch {torch}).
+What it cannot build may work with your weights: `print(lowtide.patch(model))` says so.
 
-The test takes every model type that transformers maps to a causal language model, to images and text, or
-to sequence-to-sequence generation. It builds a tiny model with random weights, and compares it with the same model
-after `lowtide.patch` with all parts, in float32 on a CPU (torch {torch}). The loss and every gradient are compared on
-several batches: with ignored labels, padding, `num_items_in_batch`, `output_hidden_states`, `logits_to_keep` and
-`output_router_logits`; and so are the logits when they are read after the loss. From the second batch on MLPs have
-`checkpoint_level` 1. Each tolerance is {factor:g} times what the result changes when every weight changes by one unit
-in the last place.
+Each line is a family; behind the colon are the parts that run fused too.
 
-- **fused**: the loss and its gradients were computed without logits. The test looks for an allocation of V columns and
-  at least half a batch's rows, inside operators too: the stock model has one, and the patched model has none.
-- **fell back**: logits were built, and all results are equal.
-- **not built**: no tiny model could be made from the type's default config, or it does not run on tokens (and images)
-  alone. `patch` may work on such a model; this test cannot tell.
-
-This page is generated: `pytest tests/models/test_every_type.py --slow --supported-models`.
-Types of images and text run on text alone, unless they need an image too.
-
+| family | without logits | stock loss, or not built in the test |
+|---|---|---|
 """
 
 
@@ -101,29 +87,27 @@ def page(rows: list[Row], versions: dict[str, str]) -> str:
         fused=counts[FUSED],
         fell_back=counts[FELL_BACK],
         others=len(rows) - sum(counts[status] for status in COMPARED),
-        factor=FACTOR,
         **versions,
     )
-    of_kind = {title: [row for row in rows if row["kind"] == kind] for kind, (_, title) in KINDS.items()}
-    statuses = [status for status in STATUSES if counts[status]]
-    text += f"| | {' | '.join(statuses)} | types |\n|---|{'--:|' * (len(statuses) + 1)}\n"
-    for title, found in of_kind.items():
-        counts = Counter(row["status"] for row in found)
-        text += f"| {title} | {' | '.join(str(counts[status]) for status in statuses)} | {len(found)} |\n"
-    text += (
-        "\nThe last columns count the modules whose MLP, norm and rotary embedding were fused too, in a model of two to"
-        " four layers.\n"
-    )
-    for title, found in of_kind.items():
-        if found:
-            text += f"\n## {title}\n\n| type | loss | mlp | norm | rope |\n|---|---|--:|--:|--:|\n"
-            text += "".join(map(_line, found))
-    return text
+    families: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["type"]):
+        families.setdefault(re.match(r"[a-z]\d+|[a-z]+", row["type"])[0], []).append(row)  # type: ignore[index]
+    return text + "".join(_line(name, found) for name, found in sorted(families.items()))
 
 
-def _line(row: Row) -> str:
-    why = re.sub(r"([|<>*_`])", r"\\\1", row["why"])
-    parts = row.get("parts", {})
-    fused = " | ".join(str(parts[name] or "") if name in parts else "" for name in ("mlp", "norm", "rope"))
-    status = f"**{row['status']}**" if row["status"] == DIFFERENT else row["status"]
-    return f"| {row['type']} | {status}{': ' + why if why else ''} | {fused} |\n"
+def _line(family: str, rows: list[Row]) -> str:
+    """Return the line of a family: its types by what is fused, then those that are not, with their kinds."""
+    fused: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] == FUSED:
+            parts = ", ".join(name for name in ("mlp", "norm", "rope") if row["parts"][name])
+            fused.setdefault(parts, []).append(row["type"])
+        else:
+            why = re.sub(r"([|<>*_`])", r"\\\1", f": {row['why']}" if row["status"] == FELL_BACK else "")
+            kind = "" if row["kind"] == "causal" else f" ({KINDS[row['kind']][1].lower()})"
+            others.setdefault(row["status"] + why, []).append(row["type"] + kind)
+    names = {row["type"] for row in rows}
+    known = "; ".join(", ".join(dict.fromkeys(types)) + (parts and f": {parts}") for parts, types in fused.items())
+    unknown = "; ".join(f"{', '.join(types)}: {status}" for status, types in others.items())
+    return f"| {family if len(names) > 1 else rows[0]['type']} | {known} | {unknown} |\n"

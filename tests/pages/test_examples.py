@@ -120,18 +120,9 @@ def test_what_does_not_run_here_imports_what_there_is(block: Block) -> None:
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, folder: Path, data: Path) -> Any:
-    """What a script is called with: the model, the data and where to, or a config that says so."""
-
-    def of(block: Block) -> list[str]:
-        if "yaml" not in imported(block):
-            return [str(folder), str(data), str(tmp_path / "out")]
-        (config,) = [other for other in all_blocks("yaml") if other.page == block.page]
-        text = config.code.replace("path/to/model", str(folder)).replace("data.jsonl", str(data))
-        (tmp_path / "config.yaml").write_text(text)
-        return ["config.yaml"]
-
-    return of
+def arguments(tmp_path: Path, folder: Path, data: Path) -> list[str]:
+    """What a script is called with: the model, the data and where to."""
+    return [str(folder), str(data), str(tmp_path / "out")]
 
 
 def imported(block: Block) -> set[str]:
@@ -139,9 +130,9 @@ def imported(block: Block) -> set[str]:
 
 
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in LAUNCHED], ids=str)
-def test_a_script_runs(block: Block, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_runs(block: Block, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ast.get_docstring(ast.parse(block.code)) or "").count("python ") == 1, "a script says how it is called"
-    run_here(block, arguments(block), monkeypatch)
+    run_here(block, arguments, monkeypatch)
     saved = [path for path in tmp_path.rglob("*.safetensors") if "checkpoint" not in str(path)]
     assert saved, "the recipe saves what it trained"
 
@@ -210,14 +201,20 @@ def beside_plain_training(folder: Path, data: Path, trained: Path, per_step: int
 
 @pytest.mark.parametrize(("page", "per_step"), [("loop", 8), pytest.param("fsdp2", 4, marks=pytest.mark.slow)])
 def test_a_recipe_trains_what_plain_training_does(
-    page: str, per_step: int, folder: Path, data: Path, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str,
+    per_step: int,
+    folder: Path,
+    data: Path,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gradient accumulation, ranks and all: the weights move as those of one large batch."""
     (block,) = [block for block in SCRIPTS if block.page == f"docs/recipes/{page}.md"]
     if block in LAUNCHED:
-        run_launched(with_sgd(block), arguments(block))
+        run_launched(with_sgd(block), arguments)
     else:
-        run_here(with_sgd(block), arguments(block), monkeypatch)
+        run_here(with_sgd(block), arguments, monkeypatch)
     difference, movement = beside_plain_training(folder, data, tmp_path / "out", per_step)
     assert movement > 0
     assert difference < 1e-3 * movement
