@@ -355,28 +355,24 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "distributed": [
         Mutant(
-            "head/ranks/parallel.py", "else weight[self.first : self.first + self.rows]",
-            "else weight[: self.rows]", "distributed/test_heads.py -k option",
+            "head/ranks/parallel.py", "else weight_V[self.first : self.first + self.rows]",
+            "else weight_V[: self.rows]", "distributed/test_heads.py -k option",
         ),
         Mutant(
             "head/ranks/parallel.py", "return summed if self.spread else scale, summed",
             "return scale, summed", "distributed/test_heads.py -k option",
         ),
         Mutant(
-            "head/ranks/parallel.py", "rows = min(len(summed), len(input_ND) - start)",
-            "rows = len(summed)", "distributed/test_heads.py -k option",
-        ),
-        Mutant(
-            "head/ranks/parallel.py", "if 0 < len(trained) < len(both):",
-            "if 0 < len(trained) < 0:", "distributed/test_heads.py -k head",
+            "head/ranks/parallel.py", "rows = (plan.product_rows or plan.chunk_rows) // self.size",
+            "rows = plan.chunk_rows // self.size", "distributed/test_heads.py -k kernels",
         ),
         Mutant(
             "head/ranks/shard.py", "first = min(mesh.get_local_rank() * size, vocab)",
             "first = mesh.get_local_rank() * size", "distributed/test_heads.py -k option",
         ),
         Mutant(
-            "head/ranks/parallel.py", "row[: held.numel()] = held",
-            "row[-held.numel() :] = held", "distributed/test_heads.py -k option",
+            "head/ranks/parallel.py", "[0, 0] * (x.dim() - 1 - axis) + [0, missing]",
+            "[0, 0] * (x.dim() - 1 - axis) + [missing, 0]", "distributed/test_heads.py -k option",
         ),
         Mutant(
             "distributed/tokens.py", "return (count.clamp(min=1) / ranks).float()",

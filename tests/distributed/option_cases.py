@@ -12,22 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from contract.cases import FUNCTIONS, KINDS, LEAVES, OF_SETS, TAILS, Arguments, flat, total, trained
+from contract.cases import FUNCTIONS, KINDS, LEAVES, OF_SETS, TAILS, Arguments
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.sharded import (
-    WAYS,
-    V,
-    compare,
-    exchanged,
-    frozen,
-    in_parts,
-    near,
-    of_all_ranks,
-    plain,
-    plain_part,
-    problem,
-)
-from support import in_float64, pairs
+from distributed.sharded import WAYS, V, compare, frozen, problem
+from support import pairs
 
 LOSS, STATS = "linear_cross_entropy", "linear_token_stats"
 FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
@@ -127,39 +115,6 @@ def uses_of_autograd() -> None:
         compare(LOSS, problem(LOSS, {}, dtype=dtype), WAYS, dtype, bounds=bounds.__getitem__)
     with torch.autocast(DEVICE, torch.bfloat16):
         compare(LOSS, problem(LOSS, {}, dtype=torch.float32), WAYS, "autocast", bounds=lambda _: 3e-2)
-
-
-def trained_on_one_rank() -> None:
-    """A weight that one rank trains on frozen hidden states: the others, which have no backward, keep step with it."""
-    ranks = dist.get_world_size()
-    calls: list[tuple[str, Arguments]] = [
-        (LOSS, {"label_smoothing": 0.1}),
-        (LOSS, {"weight": True, "gradient": "recompute"}),
-        ("linear_logprobs", {}),
-        (STATS, {"want": ("entropy", "logprob")}),
-        ("linear_divergence", {"kind": ("jsd", 0.5)}),
-        ("linear_divergence", {"tail": "bucket", "softcap": 3.0, "gradient": "recompute"}),
-    ]
-    for (i, (name, choice)), recording in itertools.product(enumerate(calls), (True, False)):
-        way, rank = WAYS[(i + recording) % 3], 0 if recording else ranks - 1
-        here, what = dist.get_rank() == rank, (way, recording, name, choice)
-        kwargs = problem(name, {"workspace_mib": 0.001, "linear_bias": False, **choice})
-        kwargs = frozen(kwargs, *(n for n in trained(kwargs) if n != "linear_weight"))
-        wide = in_float64(kwargs)
-        want = total(flat(FUNCTIONS[name].truth(**wide)))
-        ours = in_parts(kwargs, way)
-        ours["linear_weight"].requires_grad_(here)
-        with exchanged() as seen, torch.set_grad_enabled(here or recording):
-            got = total({key: plain(value) for key, value in flat(FUNCTIONS[name].run(**ours)).items()})
-            assert got.requires_grad == here
-            for _ in range(2 if here else 0):
-                (grad,) = torch.autograd.grad(got, ours["linear_weight"], retain_graph=True)
-        near(got.detach(), want.detach(), what)
-        if here:
-            (true,) = torch.autograd.grad(want, wide["linear_weight"])
-            mine = plain_part(grad)
-            near(mine, true[-len(mine) :] if rank else true[: len(mine)], what)
-        assert all(other == seen for other in of_all_ranks(seen)), what
 
 
 def dropped() -> None:

@@ -129,8 +129,8 @@ def in_parts(kwargs: Arguments, way: str, i: int = 0) -> Arguments:
         name: spread(way, value, of_vocab=IN_PARTS[name]) if name in IN_PARTS and isinstance(value, Tensor) else value
         for name, value in kwargs.items()
     }
-    if kwargs.get("weight") is not None and i % 2:
-        ours["weight"] = part_of(kwargs["weight"]) if way == "local" else spread(way, kwargs["weight"], of_vocab=True)
+    if kwargs.get("weight") is not None and i % 2 and way != "local":
+        ours["weight"] = spread(way, kwargs["weight"], of_vocab=True)
     if way == "sequence" and i % 2 and kwargs.get("target") is not None and "weights" not in kwargs:
         ours["target"] = distribute_tensor(kwargs["target"], mesh(), [Shard(1)])
     for name in set(trained(kwargs)) - {*IN_PARTS}:

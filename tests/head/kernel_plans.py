@@ -67,7 +67,15 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
         if not (exp or head.ranks.alone):
             return plan
         plan = small(plan, "exp" if exp else "row", head.dtype, "blocks" if known else schedule)
-        return plan if head.ranks.alone or head.ranks.spread or not skips else replace(plan, product_rows=CHUNK)
+        if head.ranks.spread:
+            return of_all_parts(plan, head.ranks.size)
+        return plan if head.ranks.alone or not skips else replace(plan, product_rows=CHUNK)
+
+    def of_all_parts(plan: HeadPlan, ranks: int) -> HeadPlan:
+        """As many rows of each rank's part, in both passes alike: two chunks of two pieces."""
+        rows = 2 * ranks
+        pieces = rows if plan.schedule == "blocks" else ranks
+        return replace(plan, chunk_rows=rows, sum_rows=rows, product_rows=pieces, chunks=-(-plan.rows // rows))
 
     def pair_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
         student, teacher = of_pair(head, args, n, wanted, stored=stored)
@@ -83,7 +91,8 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     def stats_plan(head: Any, *args: Any) -> HeadPlan:
         plan = of_stats(head, *args)
         exp = head.dtype == torch.float32 and args[0].mask is None
-        return small(plan, "exp", head.dtype, "blocks") if exp else plan
+        plan = small(plan, "exp", head.dtype, "blocks") if exp else plan
+        return of_all_parts(plan, head.ranks.size) if exp and head.ranks.spread else plan
 
     def poisoned(*args: Any, **kwargs: Any) -> Gradients:
         into = gradient_buffers(*args, **kwargs)

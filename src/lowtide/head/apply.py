@@ -15,7 +15,6 @@ from lowtide.head.function import FunctionTerms, UserFunction, compiled, current
 from lowtide.head.gradients import scaled, times
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
@@ -91,7 +90,7 @@ def linear_apply(
         ArgumentValueError: A shape, device or number that does not fit; results of ``fn`` with a wrong leading size;
             a result for some tokens that is seen to depend on others, among them a mean with ``out="sum"``; results
             that are not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that
-            it changes in place; ranks that share a vocabulary and got other arguments. Also a `ValueError`.
+            it changes in place. Also a `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
         UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, an ``fn`` that
             torch.compile cannot compile, options that an arbitrary function cannot have; also a `RuntimeError`.
@@ -100,7 +99,8 @@ def linear_apply(
         With "sum" and one differentiable scalar the gradients are computed in forward, and backward multiplies them
         by the upstream one; with several, with "token", and with ``HeadOptions(gradient="recompute")``, backward
         recomputes the logits and ``fn``, with the same random numbers and under the same autocast. Ranks
-        that share a vocabulary compare their arguments, for which the host waits, and draw each their own numbers.
+        that share a vocabulary exchange how many classes each holds, for which the host waits, and draw each their own
+        numbers.
 
     Example:
         >>> def entropy(logits):
@@ -122,7 +122,8 @@ def linear_apply(
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=NAIVE)
-    head = checked_call("linear_apply", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    of_head = input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    head = checked_call("linear_apply", *of_head, gathered=True)
     ranks, leading = head.ranks, input.shape[:-1]
     _check_arguments(fn, input, token_args, mask, out, compile)
     if head.gradient == "forward" and out == "token":
@@ -130,14 +131,13 @@ def linear_apply(
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
     index = None if mask is None else _places(mask, head.input.device)
-    n, V, device_bytes = leading.numel() if index is None else index.numel(), ranks.vocab, None
-    if isinstance(ranks, Ranks):  # the same plan on each, made for the largest shard: a shard's logits, sent, received
-        V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes
-        n = ranks.slots if ranks.spread else n
+    n, V = leading.numel() if index is None else index.numel(), ranks.vocab
+    if not ranks.alone:  # the same plan on each, made for the largest shard: a shard's logits, sent, received
+        V = max(V, 3 * ranks.most_rows)
     weight = head.weight_VD
     plan = plan_head(
         n, weight.shape[1], V, head.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
-        weight_frozen=head.frozen, function=True, device_bytes=device_bytes,
+        weight_frozen=head.frozen, function=True,
     )  # fmt: skip
     rest = pytree.tree_map_only(Tensor, lambda _: _TENSOR, params)
 

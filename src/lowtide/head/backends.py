@@ -9,7 +9,6 @@ HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
-NOT_ON_EVERY_RANK = "its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on every rank"
 NOT_OF_MASKED = "its sums are over tiles of all classes, and each token's distribution lacks others"
 NOT_OF_SHARDS = "its kernels need all classes on one rank; cross entropy's of 'exp' do not"
 

@@ -84,24 +84,15 @@ class Head(NamedTuple):
     def drops_tokens(self) -> bool:
         """Return whether tokens that count for nothing are dropped first: on the CPU, or where the host may wait.
 
-        How much ranks exchange depends on the numbers of tokens then: they drop them on request only.
+        Of ranks a request only: with it how much they exchange depends on the targets.
         """
         if self.ignored_tokens in ("auto", "skip"):
             return self.input.device.type == "cpu" and self.ranks.alone
         return self.ignored_tokens == "drop"
 
-    def positions_of(self, valid_N: Tensor, argument: str | None = None) -> Tensor | None:
-        """Return where the tokens are that a pass computes, those ``valid_N`` if it drops others; None: everywhere.
-
-        With the name of the ``argument`` that says so, ranks check that as many are valid on each.
-        """
-        if not self.drops_tokens:
-            return None
-        index = positions(valid_N)
-        if argument is not None:
-            number = self.tokens if index is None else index.numel()
-            self.ranks.compare({f"{argument} (number of valid tokens)": number})
-        return index
+    def positions_of(self, valid_N: Tensor) -> Tensor | None:
+        """Return where the tokens are that a pass computes, those ``valid_N`` if it drops others; None: everywhere."""
+        return positions(valid_N) if self.drops_tokens else None
 
     def prepared(self) -> "Head":
         """Return it as the loops over chunks read it: what kernels read without strides has none."""
@@ -113,9 +104,12 @@ class Head(NamedTuple):
 
 def checked_call(
     function: str, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, logit_scale: float | Tensor,
-    softcap: float | None, options: HeadOptions | None, vocab_shard: object,
+    softcap: float | None, options: HeadOptions | None, vocab_shard: object, *, gathered: bool = False,
 ) -> Head:  # fmt: skip
-    """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained."""
+    """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained.
+
+    ``gathered``: hidden states that are spread over ranks are gathered first, and not chunk by chunk.
+    """
     refuse_transforms(function, input, linear_weight, linear_bias, logit_scale, instead=NAIVE)
     options = check_options(options)
     dtype = check_head(input, linear_weight, linear_bias)
@@ -123,10 +117,9 @@ def checked_call(
     scale = None if is_one else scalar_tensor("logit_scale", logit_scale, torch.float64)
     ranks: Ranks | Alone = Alone(linear_weight.shape[0])
     if vocab_shard is not None or is_dtensor(input) or is_dtensor(linear_weight):
-        ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
-        if ranks.spread and options.ignored_tokens == "drop":  # chunks of valid tokens alone have no equal parts
-            input, ranks = ranks.gathered(input)
-        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+        gathered = gathered or options.ignored_tokens == "drop"  # chunks of valid tokens alone have no equal parts
+        ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, gathered=gathered)
+        input, linear_weight, linear_bias = ranks.hidden(input), ranks.local(linear_weight), ranks.local(linear_bias)
         scale = ranks.whole(scale)
     if options.skip is not None and not (function in SKIPPING and ranks.alone):
         why = "the vocabulary is sharded" if function in SKIPPING else "only the loss and log-probabilities skip tiles"
@@ -134,8 +127,7 @@ def checked_call(
     if ranks.vocab == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *ranks.factors(scale))
     asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0
     softcap = check_softcap("softcap", softcap)
     return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks, options.gradient)
@@ -253,7 +245,7 @@ class CrossEntropyArgs(NamedTuple):
     """The arguments of `lowtide.linear_cross_entropy` besides the head; labels already shifted."""
 
     target: Tensor  # [...]
-    weight: Tensor | None = None  # [V_r]
+    weight: Tensor | None = None  # [V]
     token_weight: Tensor | None = None  # [...]
     num_items: Tensor | None = None  # scalar
     reduction: str = "mean"

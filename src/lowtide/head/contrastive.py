@@ -22,7 +22,7 @@ from lowtide.graph import node
 from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, check_head, checked_call
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.exchange import begin_gather, begin_scattered_sum, classes_of_all_rows
+from lowtide.head.ranks.exchange import begin_gather, begin_scattered_sum, swapped
 from lowtide.head.ranks.parallel import exchanges_between_ranks_run_in_eager
 from lowtide.head.ranks.shard import group_of
 from lowtide.head.rows import looks_at_numbers
@@ -211,8 +211,9 @@ def _mask_of_keys(mask: Tensor, positives: Tensor | None, Q: int, K: int, group:
             columns &= of_query[:, None] != ids
     if group is None:
         return columns.T
-    sizes = [columns.shape[1] // ranks] * ranks
-    return classes_of_all_rows(columns.contiguous().view(torch.uint8), [Q] * ranks, sizes, group).view(torch.bool).T
+    of_ranks = columns.contiguous().view(torch.uint8).view(Q, ranks, -1).transpose(0, 1).flatten()
+    sizes = [len(of_ranks) // ranks] * ranks
+    return swapped(of_ranks, sizes, sizes, group).view(ranks * Q, -1).view(torch.bool).T
 
 
 def _check_operands(queries: Tensor, keys: Tensor) -> None:

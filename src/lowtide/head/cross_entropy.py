@@ -73,7 +73,7 @@ def linear_cross_entropy(
             returns [..., T - 1]. ``token_weight`` is shifted as ``target`` is.
         options: Memory, accumulation and implementation: see `HeadOptions`.
         vocab_shard: For a sharded vocabulary, whose rows ``linear_weight`` and ``linear_bias`` have on this rank: see
-            `VocabShard`. All else is the same on every rank, ``weight`` all classes' or this rank's. DTensors need no
+            `VocabShard`. All else is the same on every rank, ``weight`` that of all classes. DTensors need no
             `VocabShard`: ``linear_weight`` and ``linear_bias`` with ``Shard(0)``, ``input`` with ``Replicate()`` or,
             for sequence parallelism, ``Shard`` of an axis of tokens, the others whole.
 
@@ -142,11 +142,11 @@ def _computed(head: Head, input: Tensor, args: CrossEntropyArgs, *, shift: bool)
     check_target(input, target, head.weight_VD)
     check_flag("shift", shift)
     if weight is not None:
-        if check_real("weight", weight).shape not in ((ranks.vocab,), (ranks.rows,)):
+        if check_real("weight", weight).shape != (ranks.vocab,):
             got = f"shape {list(weight.shape)}"
             raise ArgumentValueError(message("weight", f"one class weight for each of {ranks.vocab}", got))
         check_device("weight", weight, input)
-        weight = ranks.class_weight(ranks.whole(detached(weight)))
+        weight = ranks.whole(detached(weight))
     if token_weight is not None:
         check_per_token("token_weight", token_weight, input)
         token_weight = ranks.whole(detached(token_weight))

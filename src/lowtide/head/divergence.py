@@ -139,7 +139,8 @@ def linear_divergence(
         ... )
         >>> (2.0**2 * kl).backward()
     """
-    head = checked_call("linear_divergence", input, linear_weight, linear_bias, 1, softcap, options, vocab_shard)
+    of_head = input, linear_weight, linear_bias, 1, softcap, options, vocab_shard
+    head = checked_call("linear_divergence", *of_head, gathered=True)
     ranks = head.ranks
     check_name("kind", kind, get_args(Kind))
     denominator = check_reduction(reduction, num_items)
@@ -159,9 +160,6 @@ def linear_divergence(
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
     gradient = choose_gradient(head.gradient, reduction, head.frozen, divergence=True)
-    if isinstance(ranks, Ranks) and ranks.spread:
-        whole, ranks = ranks.gathered(input)
-        head = head._replace(input=whole, ranks=ranks)
     mask = ranks.whole(mask)
     args = DivergenceArgs(
         teacher_input=None if teacher_input is None else ranks.whole(teacher_input.detach()),

@@ -95,7 +95,7 @@ class Chunks:
         weight_VD = head.weight_VD if 1 in head.weight_VD.stride() else head.weight_VD.contiguous()
         self.weight_VD = weight_VD.to(head.dtype) if whole else weight_VD
         self._block = weight_VD.new_empty(plan.block_rows * weight_VD.shape[1], dtype=head.wide)
-        self.parts = list(head.ranks.chunks(plan))
+        self.parts = list(slices(plan.rows, plan.chunk_rows))
         self._longest = max((part.stop - part.start for part in self.parts), default=0)
         self._piece = plan.product_rows or self._longest  # rows of which logits exist at a time
         self._columns = head.ranks.rows + (terms.spare or not head.ranks.alone)
@@ -191,16 +191,13 @@ class Chunks:
         elif into.input_ND is not None:
             product = x_CD.new_empty(x_CD.shape, dtype=into.input_ND.dtype if rounded else head.wide)
             self.input_grad(g_CV, outside, product)
-            write = head.ranks.begin_sum(product, part, index)
+            write = head.ranks.begin_sum(product, part, index, into)
             del product
-            if head.ranks.alone:
-                write(into)
-                write = None  # its memory is free
         if into.weight_VD is not None:
             raised = outside if terms.lift is None or outside is None else outside * terms.lift
             self.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)
         if write is not None:
-            write(into)
+            write()
 
     def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
         """Write ``factor * (g @ weight)`` into ``out_CD``; None: 1."""

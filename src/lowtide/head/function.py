@@ -10,9 +10,9 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import node, undisturbed, watched
 from lowtide.head.backends import why_not_row
-from lowtide.head.call import NAMES, Head, Wanted
+from lowtide.head.call import Head, Wanted
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.matmul import narrow_view, slices
-from lowtide.head.options import Gradient
 from lowtide.head.plan import HeadPlan, evenly
 from lowtide.head.rows import Rows, take_leading
 
@@ -249,13 +248,7 @@ class FunctionTerms(Terms):
         self.args, self.params = leaves[: function.token_args], leaves[function.token_args :]
         self._rowwise = [i < len(self.args) for i in range(len(leaves))]
         self.plan = function.plan
-        N, order = function.leading.numel(), self.head.ranks.order(self.plan)
-        self.rows = Rows(tokens=N, index=index)
-        if order is not None:
-            valid = torch.full((N,), index is None, device=self.device)
-            valid = valid if index is None else valid.index_fill_(0, index, True)
-            self.rows = Rows(tokens=N).in_order(order)
-            self.rows = replace(self.rows, kept=self.rows.of(valid))
+        self.rows = Rows(tokens=function.leading.numel(), index=index)
         watch = function.graph and any(self.wanted)
         self.anchor = torch.zeros((), device=x.device, requires_grad=True) if watch else None
         # what is autograd's to see, or has no numbers, must not go by address
@@ -317,7 +310,8 @@ class FunctionTerms(Terms):
 
     def _run(self, z: Tensor, part: slice, given: Sequence[Tensor | None] | None) -> None:
         """Call the function on a chunk's rows, for its results or the gradient that ``given`` upstream ones make."""
-        own_cV, index, chosen, start = self._own_rows(z, part)
+        ranks, index = self.head.ranks, self.rows.index
+        own_cV, start = ranks.whole_rows(z[:, : ranks.rows]), ranks.share_of(part).start
         if self.compare is not None:
             compare, self.compare = self.compare, None
             tokens = torch.arange(start, start + len(own_cV), device=z.device)
@@ -346,28 +340,8 @@ class FunctionTerms(Terms):
                     self._put(dz, own_cV, piece, capped)
                 del dz, of_leaves
             del results
-        ranks = self.head.ranks
         if self._into is not None and self.anchor is not None and not ranks.alone:
-            if chosen is not None:
-                share = ranks.share_of(part)
-                own_cV = own_cV.new_zeros(share.stop - share.start, ranks.vocab).index_copy_(0, chosen, own_cV)
             z[:, : ranks.rows] = ranks.own_classes(own_cV, len(z))
-
-    def _own_rows(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-        """Return whole logits [c, V] of the rows of a chunk that the function gets on this rank, and where these are.
-
-        That is: places among the N tokens (None: in order), which of this rank's share the rows are (None: all), and
-        where in the places they begin.
-        """
-        ranks, index, kept = self.head.ranks, self.rows.index, self.rows.kept
-        if ranks.alone:
-            return z, index, None, part.start
-        own_cV, share = ranks.whole_rows(z[:, : ranks.rows]), ranks.share_of(part)
-        places = torch.arange(share.start, share.stop, device=z.device) if index is None else index[share]
-        if kept is None:
-            return own_cV, places, None, 0
-        chosen = kept[share].nonzero()[:, 0]
-        return own_cV[chosen], places[chosen], chosen, 0
 
     def args_of(self, index: Tensor | None, rows: slice) -> list[Tensor]:
         """Return the token arguments of some rows, as leaves."""
@@ -472,18 +446,15 @@ def plan_comparison(terms: FunctionTerms) -> None:
     """Have the first chunk of a pass compared, the first time that a function's code gets arguments of these shapes.
 
     On a GPU the host waits for the comparison; a CUDA graph's capture, a call inside a dispatch mode, and tensors
-    without numbers have none. Ranks
-    that share a vocabulary compare what decides how much they exchange: one that waits for others hangs.
+    without numbers have none. Of ranks that share a vocabulary each compares its own rows.
     """
     key, capturing = _key_of(terms), terms.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     followed = watched(())  # a selective checkpoint counts the operators, which a second run has to repeat
-    known = capturing or followed or not has_numbers(terms.head.input) or terms.plan.rows < 2
-    if terms.head.ranks.compare(_to_be_alike(terms), known=known or key in _compared):
+    if capturing or followed or not has_numbers(terms.head.input) or terms.plan.rows < 2 or key in _compared:
         return
 
     def compare(z_cV: Tensor, tokens: Tensor) -> None:
         difference = _difference(terms, z_cV, tokens)
-        terms.head.ranks.compare({"whether fn couples tokens": difference is not None})
         if difference is not None:
             raise ArgumentValueError(difference)
         if len(z_cV) > 1:
@@ -492,22 +463,6 @@ def plan_comparison(terms: FunctionTerms) -> None:
             _compared.popitem(last=False)
 
     terms.compare = compare
-
-
-def _to_be_alike(terms: FunctionTerms) -> dict[str, int]:
-    """Return what decides which exchanges ranks make, and how large they are."""
-    function, plan = terms.function, terms.plan
-    trained = [leaf.requires_grad for leaf in (*terms.args, *terms.params)]
-    return {
-        "number of tokens": plan.rows,
-        "rows of a chunk": plan.chunk_rows,
-        "hidden size": terms.head.input.shape[-1],
-        "out": function.per_token,
-        "gradient": get_args(Gradient).index(function.gradient),
-        **{f"requires_grad of {name}": wanted for name, wanted in zip(NAMES, terms.wanted, strict=True)},
-        "number of token_args": len(terms.args),
-        "requires_grad of token_args and params": sum(need << i for i, need in enumerate(trained)) % 2**62,
-    }
 
 
 def _difference(terms: FunctionTerms, z_cV: Tensor, tokens: Tensor) -> str | None:

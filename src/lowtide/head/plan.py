@@ -17,7 +17,6 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.head.backends import (
     NOT_OF_MASKED,
     NOT_OF_SHARDS,
-    NOT_ON_EVERY_RANK,
     choose,
     skips_ignored,
     why_not_exp,
@@ -35,7 +34,7 @@ from lowtide.head.call import (
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, Reduction, check_options
-from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.parallel import SpreadRanks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 from lowtide.kernel_launch import power_of_2
 
@@ -373,7 +372,7 @@ def _checked_device(device: torch.device | str, dtype: object) -> torch.device:
 
 
 def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, known: bool = False) -> HeadPlan:
-    """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
+    """Return the plan for n rows, the same on every rank: for the largest shard."""
     frozen = head.ranks.alone and not any(wanted[1:])
     gradient = "recompute" if known else choose_gradient("auto", args.reduction, frozen)
     sums = 2 if head.remembered is not None and head.softcap is not None else 1  # with a cap also those of what E is
@@ -406,11 +405,11 @@ def plan_both_sides(
 
 
 def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
-    """Return what a pass over n tokens is, on every rank alike: by the largest shard and the smallest GPU."""
+    """Return what a pass over n tokens is, on every rank alike: by the largest shard."""
     ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
     copied = sharded or n != head.tokens or input_is_copied(head.input, head.dtype)  # rounded, or gathered, on any rank
-    if isinstance(ranks, Ranks):
-        n, more["device_bytes"] = ranks.slots if ranks.spread else n, ranks.limits.gpu_bytes
+    if isinstance(ranks, SpreadRanks):
+        n = ranks.slots
     choice = choose_backend(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "groups": ranks.groups}
@@ -423,7 +422,7 @@ def skips_tokens(head: Head, backend: str) -> bool:
     """Return whether the device puts ignored tokens last, and the kernels end before them."""
     if backend != "exp" or head.ignored_tokens != "skip" or head.ranks.spread:
         return False
-    return head.ranks.limits.skips if isinstance(head.ranks, Ranks) else skips_ignored(head.input.device)
+    return skips_ignored(head.input.device)
 
 
 def skipping() -> ModuleType:
@@ -434,7 +433,7 @@ def skipping() -> ModuleType:
 
 
 def choose_backend(head: Head, args: Args) -> tuple[str, str]:
-    """Return the implementation that runs, and why: one that runs on every rank."""
+    """Return the implementation that runs, and why."""
     device, dtype, ranks, w, asked = head.input.device, head.dtype, head.ranks, head.weight_VD, head.backend
     if isinstance(args, SupportArgs):
         return support_backend(head)
@@ -447,9 +446,7 @@ def choose_backend(head: Head, args: Args) -> tuple[str, str]:
     else:
         of_work["capped_and_smoothed"] = head.softcap is not None and args.label_smoothing != 0
     exp: str | None = NOT_OF_MASKED
-    if isinstance(ranks, Ranks) and not ranks.limits.exponentials:
-        exp = NOT_ON_EVERY_RANK
-    elif args.mask is None:
+    if args.mask is None:
         copied = not ranks.alone or w.dtype != dtype
         fits = copied or torch.compiler.is_compiling() or rows_are_aligned(w)  # a compiler traces no address
         exp = why_not_exp(device, dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
@@ -594,12 +591,13 @@ def _cut_logits(work: Work) -> Cut:
         row += 0 if by_kernel else wide * 2 * _columns_of(work, 1, V)
     if cpu and gemms["backward_gemm"] == "narrow":
         fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
-    rows = int(min(max(work.groups, (budget - fixed) // max(1, row)), enough))
+    rows = int(min(max(1, (budget - fixed) // max(1, row)), enough))
     rows = evenly(N, rows) if cpu else whole_tiles(rows)
     if not cpu:
         rows = min(level(N, rows) if work.function else rows, max(1, N))
     if work.function:
         more["piece_rows"] = evenly(rows, piece_rows)
+    rows = max(work.groups, rows - rows % work.groups)  # as many of each rank that has tokens of its own
     if work.teacher is not None:
         more["product_rows"] = rows
     return rows, fixed + rows * row, more
@@ -637,7 +635,7 @@ def _cut_narrow_pair(work: Work) -> Cut:
         few = min(few, max(PAIR_LOGITS, N // (6 * PAIR_CHUNKS)))
         rows = min(rows, max(PAIR_ROWS, -(-N // PAIR_CHUNKS // GPU_TILE) * GPU_TILE))
     few = max(1, min(whole_tiles(few), rows))
-    rows = max(few, work.groups, min(whole_tiles((room - few * logits) // gradient), rows))
+    rows = max(few, min(whole_tiles((room - few * logits) // gradient), rows))
     return rows, fixed + few * logits + rows * gradient, {"product_rows": few}
 
 
@@ -651,7 +649,7 @@ def _cut_exponentials(work: Work) -> Cut:
     rows, or need no float32.
     """
     (N, D, V), sharded = work.size, work.sharded
-    trained = sharded or not work.weight_frozen  # ranks cut alike, also where some of them train no weight
+    trained = not work.weight_frozen
     part = 1 if trained else 2
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
@@ -678,11 +676,12 @@ def _cut_exponentials(work: Work) -> Cut:
         few = power_of_2(-(-N // FEW_CHUNKS)) if trained else 0
         most = max(4096 // part, piece, EXP_BYTES // (2 * part * V), few, least)
         longest = min(longest, most, max(N // 2, EXP_ROWS, least))
-    longest = rows = max(work.groups, min(longest, N))
+    unit = 2 * work.groups if sharded else 1  # two pieces, each with as many rows of each rank that has its own tokens
+    longest = rows = max(unit, min(longest, -(-N // unit) * unit) // unit * unit)
     if rows < N:
         power = 1 << rows.bit_length() - 1
         rows = whole_tiles(rows, tile_of(rows)) if power < EXP_ROWS or work.kept else max(power, min(rows, least))
-        rows = level(N, rows)
+        rows = -(-level(N, rows) // unit) * unit
 
     def many(rows: int) -> bool:
         return trained and accumulate_in(work, -(-N // rows)) != accumulate_in(work, 1)
@@ -693,11 +692,12 @@ def _cut_exponentials(work: Work) -> Cut:
     if work.gradient == "recompute" or (short and not work.kept):
         block = _fitting_block(N, V, room, of_block, many)
     if (block is None or (block[0] < 2 * rows and many(block[0]) == many(rows))) and work.gradient == "forward":
-        half = -(-(rows // work.groups) // 2) * work.groups  # in whole groups, or a few rows would be a third piece
-        product_rows = max(level(rows, min(rows, piece)), half * sharded)
+        product_rows = rows // 2 if sharded and rows > piece else level(rows, min(rows, piece))
         scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
         return rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows}
     rows, columns = block or (whole_tiles(longest, tile_of(longest)), V)
+    if work.groups > 1:  # both passes take the tokens of each rank in one order
+        rows = sum_rows = more["sum_rows"] = max(work.groups, min(rows, sum_rows) // work.groups * work.groups)
     scratch = fixed + max(rows * (of_block + 2 * padded(columns)), sum_rows * sum_row)
     return rows, scratch, {**more, "schedule": "blocks", "block_columns": columns, "product_rows": rows}
 

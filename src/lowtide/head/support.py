@@ -4,7 +4,6 @@ N tokens, T targets a token, K ids of a set.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch import Tensor
 from lowtide.arguments import check_device, check_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.call import Head, SupportArgs, axes_and
-from lowtide.head.ranks.parallel import Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.terms.support import SUPPORT
 
 WITHOUT_SUPPORT = ("mean_logit", "topk")  # statistics of the whole vocabulary
@@ -46,20 +44,9 @@ def support_stats(
     if head.gradient == "forward":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with support", "'forward'", hint))
-    if isinstance(head.ranks, Ranks) and torch.compiler.is_compiling():
-        return exchanges_between_ranks_run_in_eager(_stats, head, input, target, names, ignore_index, support)
-    return _stats(head, input, target, names, ignore_index, support)
-
-
-def _stats(
-    head: Head, input: Tensor, target: Tensor | None, names: frozenset[str], ignore_index: int, support: Tensor
-) -> dict[str, Tensor]:
     ranks = head.ranks
     leading, N = input.shape[:-1], math.prod(input.shape[:-1])
     target, support = ranks.whole(target), ranks.whole(support)
-    if isinstance(ranks, Ranks) and ranks.spread:
-        whole, ranks = ranks.gathered(_as_dtensor(head.input, input))
-        head = head._replace(input=whole, ranks=ranks)
     y = head.input.new_zeros((N, 0), dtype=torch.long)
     if target is not None:
         y = target.long().reshape(N, target.shape[-1] if target.dim() > len(leading) else 1).contiguous()
@@ -75,13 +62,3 @@ def _stats(
         for name, x in stats.items()
         if name in wanted
     }
-
-
-def _as_dtensor(local: Tensor, input: Any) -> Tensor:
-    """Return this rank's hidden states, which may carry a trained scale, as a DTensor placed as ``input`` is."""
-    from torch.distributed.tensor import DTensor
-
-    placed: Tensor = DTensor.from_local(
-        local, input.device_mesh, input.placements, run_check=False, shape=input.shape, stride=input.stride()
-    )
-    return placed

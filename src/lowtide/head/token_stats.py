@@ -119,9 +119,8 @@ def linear_logprobs(
         >>> linear_logprobs(hidden, head.weight, labels, logit_scale=1 / 0.7).shape
         torch.Size([2, 5])
     """
-    head = checked_call(
-        "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
-    )
+    of_head = input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    head = checked_call("linear_logprobs", *of_head, gathered=support is not None)
     check_target(input, target, linear_weight, several=True)
     return _token_stats(head, input, support, target, frozenset({"logprob"}), 0, ignore_index).logprob
 
@@ -199,9 +198,8 @@ def linear_token_stats(
     elif "topk" in names:
         raise ArgumentValueError(message("topk", "an int, as want has 'topk'", "None", "Pass their number: topk=5."))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):
-        head = checked_call(
-            "linear_token_stats", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
-        )
+        of_head = input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+        head = checked_call("linear_token_stats", *of_head, gathered=support is not None)
         highest, V = 0 if topk is None else check_index("topk", topk), head.ranks.vocab
         if topk is not None and not 1 <= highest <= V:
             raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))

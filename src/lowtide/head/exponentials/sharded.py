@@ -4,7 +4,6 @@ While a few numbers a row of one piece are under way, the next one's GEMM runs. 
 hidden size, V classes of this rank, K targets a token.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -25,17 +24,17 @@ from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.rows import input_is_copied
-from lowtide.head.terms.loss import Loss, RowFactors
+from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import merged, packed
 
 
 @dataclass(kw_only=True)
 class Part(Piece):
-    """Some rows of a chunk, and what its stages leave for each other."""
+    """Some rows of a chunk."""
 
     closes: bool  # whether they are the chunk's last
     memory: Any = None  # of its rows' numbers
-    exchange: Any = None  # returns what was exchanged last
+    received: Any = None  # returns what was exchanged last
 
 
 class Sharded(Exponentials):
@@ -46,7 +45,7 @@ class Sharded(Exponentials):
         self.ranks: Any = head.ranks
         if head.ranks.spread:  # the ranks have it
             self.index = None
-        self._under_way: list[Callable[[Gradients], None]] = []  # sums of the input's over the ranks: write them
+        self._under_way: list[Callable[[], None]] = []  # sums of the input's gradient over the ranks: write them
 
     @cached_property
     def room(self) -> Room:
@@ -54,37 +53,26 @@ class Sharded(Exponentials):
         return room_for(self.head.input.device, 0)
 
     def pieces(self, chunk_rows: int, piece_rows: int) -> Iterator[Part]:
-        """Yield the pieces of all chunks, in order: whole groups of rows."""
-        groups = self.ranks.groups
-        chunk_rows, piece_rows = (max(1, rows // groups) * groups for rows in (chunk_rows, piece_rows))
+        """Yield the pieces of all chunks, in order, whose hidden states begin to be gathered a piece ahead."""
+        return ahead(map(self._begin_hidden, self._cut(chunk_rows, piece_rows)))
+
+    def _cut(self, chunk_rows: int, piece_rows: int) -> Iterator[Part]:
         for chunk in slices(self.plan.rows, chunk_rows):
             C = chunk.stop - chunk.start
             for at in slices(C, piece_rows):
                 part = slice(chunk.start + at.start, chunk.start + at.stop)
                 yield Part(part=part, at=at, closes=at.stop == C)
 
-    def begin(self, piece: Part) -> Part:
-        """Begin to gather a piece's hidden states."""
+    def _begin_hidden(self, piece: Part) -> Part:
         if self.ranks.spread:
             piece.x_CD = self.ranks.begin_rows(self.head.input, None, piece.part, self.head.dtype)
         else:
             piece.x_CD = Exchange(self.hidden(piece.part))
         return piece
 
-    def in_stages(
-        self, pieces: Iterable[Part], *stages: Callable[[Part], Part], chunks: bool = False
-    ) -> Iterator[Part]:
-        """Yield pieces after these stages, each stage's exchange begun a piece ahead of the next one's.
-
-        With ``chunks`` those of a chunk are all yielded before the next chunk's last stage: they share memory.
-        """
-        for stage in stages:
-            pieces = _ahead(map(stage, pieces), closed=chunks and stage is stages[-1])
-        yield from pieces
-
     def chunks(self, rows: int) -> Iterator[Piece]:
         """See `Exponentials.chunks`."""
-        for piece in self.in_stages(self.pieces(rows, rows), self.begin):
+        for piece in self.pieces(rows, rows):
             piece.x_CD = aligned_rows(piece.x_CD.get(), self.head.dtype)
             yield piece
 
@@ -94,7 +82,7 @@ class Sharded(Exponentials):
         It is waited for before the next chunk's sum begins.
         """
         super().recompute(into)
-        self._wait_for_sums(into)
+        self._wait_for_sums()
 
     def _recompute_chunk(self, piece: Piece, e: Tensor, scaled: Tensor | None, into: Gradients) -> None:
         self._product = None  # that of the chunk before is being summed
@@ -103,15 +91,15 @@ class Sharded(Exponentials):
             self._put_input(piece, torch.zeros_like(piece.x_CD, dtype=torch.float32), into)
 
     def _put_input(self, piece: Piece, product_CD: Tensor, into: Gradients) -> None:
-        self._wait_for_sums(into)
+        self._wait_for_sums()
         if self.width:
             self.finish_input(piece, product_CD, product_CD, None)
-        self._under_way.append(self.ranks.begin_sum(product_CD, piece.part, self.index))
+        self._under_way.append(self.ranks.begin_sum(product_CD, piece.part, self.index, into))
 
-    def _wait_for_sums(self, into: Gradients) -> None:
+    def _wait_for_sums(self) -> None:
         """Write the sums over ranks that were begun where they belong."""
         for write in self._under_way:
-            write(into)
+            write()
         self._under_way.clear()
 
 
@@ -121,34 +109,25 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         # E W of a whole chunk, which is summed over the ranks before it is rounded
         super().__init__(head, loss, replace(plan, product_rows=plan.chunk_rows))
-        self._piece_rows, self.terms, self.own_n = plan.product_rows, self.terms._replace(class_weight=None), loss.own_n
-
-    def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
-        """See `CrossEntropy.forward`."""
-        plan, y_n, own_n = self.plan, self.y_n, self.own_n
-        order = None if plan.schedule == "chunks" else self.ranks.reordered(plan, plan.sum_rows)
-        if order is None:
-            return super().forward(factors)
-        self.y_n, self.own_n = y_n[order], None if own_n is None else own_n[order]
-        numbers = {name: torch.empty_like(x).index_copy_(0, order, x) for name, x in super().forward(None).items()}
-        self.y_n, self.own_n = y_n, own_n
-        if factors is not None:
-            del self._sums  # memory for the blocks
-            self.gradients(*factors(), numbers)
-        return numbers
+        self._piece_rows, self.own_n = plan.product_rows, loss.own_n
 
     def _begun(self, rows: int, found: Tensor) -> Iterator[Piece]:
-        """See `CrossEntropy._begun`."""
-        if self.plan.schedule == "chunks":  # on every rank, also where others compute gradients and this one does not
-            pieces, rows = self.pieces(self.plan.chunk_rows, self._piece_rows), self._piece_rows
-        else:
-            pieces = self.pieces(rows, rows)
-        self._sums, at_once = self._new(max(rows, self.ranks.groups), self.tiles), self._begin_all_targets()
-        begin_targets, begin_sums = partial(self._begin_targets, at_once), partial(self._begin_sums, found)
-        stages: list[Callable[[Part], Part]] = [self.begin, begin_targets, begin_sums]
-        if at_once is not None:  # nothing but sums is exchanged piece by piece: the first GEMM is not to wait
-            stages = [lambda piece: begin_sums(begin_targets(self.begin(piece)))]
-        yield from self.in_stages(pieces, *stages, chunks=self._e is not None)
+        """See `CrossEntropy._begun`; those of a chunk are yielded when all have their E, for they share its memory."""
+        piece_rows = self._piece_rows if self.plan.schedule == "chunks" else rows
+        self._sums, of_all = self._new(piece_rows, self.tiles), self._begin_all_targets()
+        pieces = self.pieces(piece_rows if self._e is None else rows, piece_rows)
+        pieces = map(partial(self._begin_targets, of_all), pieces)
+        if of_all is None:
+            pieces = ahead(pieces)
+        pieces = map(partial(self._begin_sums, found), pieces)
+        if self._e is None:
+            yield from ahead(pieces)
+            return
+        of_chunk: list[Part] = []
+        for piece in pieces:
+            of_chunk.append(piece)
+            while piece.closes and of_chunk:
+                yield of_chunk.pop(0)
 
     def _allocate(self, rows: int) -> None:
         super()._allocate(rows)
@@ -165,24 +144,28 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
         whole = Part(part=slice(0, n), at=slice(0, n), closes=True, x_CD=x.view(n, -1), y_C=self.y_n)
         targets = self._new(2 if self.terms.smoothing else 1, n)
         self._write_target_logits(whole, (targets, self.y_n.new_empty(1)))
-        return cache(self.ranks.begin_sum_of(targets))
+        return cache(self._begin_sum_of(targets))
 
-    def _begin_targets(self, at_once: Callable[[], Tensor] | None, piece: Part) -> Part:
+    def _begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
+        gathered = self.ranks.begin_gather(x)
+        return lambda: gathered.get().sum(0)
+
+    def _begin_targets(self, of_all: Callable[[], Tensor] | None, piece: Part) -> Part:
         """Begin to exchange the targets' logits, and with smoothing the weighted sums of all logits [1 or 2, C]."""
-        piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get(), self.head.dtype), self.y_n[piece.part]
+        part = piece.part
+        piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get(), self.head.dtype), self.y_n[part]
         piece.memory = self._new_memory(len(piece.y_C))
-        if at_once is not None:
-            part = piece.part
-            piece.exchange = lambda: at_once()[:, part]
-            piece.memory[-1].zero_()
-        else:
+        if of_all is None:
             self._write_target_logits(piece, piece.memory)
-            piece.exchange = self.ranks.begin_sum_of(piece.memory[0])
+            piece.received = self._begin_sum_of(piece.memory[0])
+        else:
+            piece.received = lambda: of_all()[:, part]
+            piece.memory[-1].zero_()
         return piece
 
     def _begin_sums(self, found: Tensor, piece: Part) -> Part:
         """Build a piece's E, or its sums alone, and begin to exchange these."""
-        self._write_exponentials(piece, (piece.exchange(), *piece.memory[1:]), found)
+        self._write_exponentials(piece, (piece.received(), *piece.memory[1:]), found)
         mine, of_rows = self._new(1, len(piece.y_C)), (piece.sums, piece.y_C, piece.rows)
         if self.width:
             exp_rows.sum_rows(*of_rows, mine, e_CV=self._e_of(piece.at), used=self.used(piece.part))
@@ -190,11 +173,11 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
             exp_rows.sum_rows(*of_rows, mine, shifted=True)
         else:
             mine.fill_(-torch.inf)
-        piece.exchange = self.ranks.begin_gather(mine)
+        piece.received = self.ranks.begin_gather(mine).get
         return piece
 
     def _finish(self, piece: Any, *given: Tensor | None) -> None:
-        piece.sums = piece.exchange.get()
+        piece.sums = piece.received()
         piece.rows.listed_count.zero_()
         super()._finish(piece, *given)
 
@@ -207,7 +190,7 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
         assert self._product is not None
         product_CD, rows, part = self._product[piece.at], piece.rows, piece.part
         if piece.at.start == 0:
-            self._wait_for_sums(self._into)  # of the chunk before, which lie where this one's come
+            self._wait_for_sums()  # of the chunk before, which lie where this one's come
         if e_CV is None:
             product_CD.zero_()
         else:
@@ -216,31 +199,22 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
             finish_input_grad(
                 product_CD, product_CD, self.weight_VD, rows.s, piece.y_C, rows.rest, even=even, used=self.used(part)
             )
-        self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index))
+        self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index, self._into))
 
     def _add_weight(self, piece: Any) -> None:
         """Add a chunk's, with its last piece: while the input's is summed over the ranks."""
         if piece.closes:
             super()._add_weight(piece)
         if piece.part.stop == self.plan.rows:
-            self._wait_for_sums(self._into)
+            self._wait_for_sums()
 
 
 class ShardedStatistics(Sharded, TileStatistics):
     """Token statistics in either direction."""
 
-    def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
-        """See `TileStatistics.forward`."""
-        order = self.ranks.reordered(self.plan, self.plan.sum_rows)
-        if order is None:
-            return super().forward(want, topk)
-        self.y_nK = self.y_nK[order]
-        found = super().forward(want, topk)
-        return {name: torch.empty_like(x).index_copy_(0, order, x) for name, x in found.items()}
-
     def _find(self, rows: int, y_nK: Tensor, found: dict[str, Tensor]) -> None:
-        for piece in self.in_stages(self.pieces(rows, rows), self.begin, partial(self._begin_numbers, y_nK)):
-            for name, x in merged(piece.memory, piece.exchange.get()).items():
+        for piece in ahead(map(partial(self._begin_numbers, y_nK), self.pieces(rows, rows))):
+            for name, x in merged(piece.memory, piece.received()).items():
                 found[name][piece.part] = x
             del piece  # and with it its memory, when the next is made
 
@@ -258,17 +232,17 @@ class ShardedStatistics(Sharded, TileStatistics):
         if self.width:
             self._numbers_of(x_CD, piece.part, y_CK, found)
         piece.memory = found
-        piece.exchange = self.ranks.begin_gather(packed(found))
+        piece.received = self.ranks.begin_gather(packed(found)).get
         return piece
 
 
-def _ahead(pieces: Iterable[Part], *, closed: bool) -> Iterator[Part]:
-    """Yield pieces when one more is made; with ``closed`` all that there are when a chunk's last is."""
-    made: deque[Part] = deque()
+def ahead(pieces: Iterable[Part]) -> Iterator[Part]:
+    """Yield pieces when one more is made: what was begun for it runs beside what is launched for that one."""
+    before: Part | None = None
     for piece in pieces:
-        made.append(piece)
-        left = 0 if closed and piece.closes else 1
+        if before is not None:
+            yield before
+        before = piece
         del piece  # and with it its memory, when the next is made
-        while len(made) > left:
-            yield made.popleft()
-    yield from made
+    if before is not None:
+        yield before

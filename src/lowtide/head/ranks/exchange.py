@@ -42,34 +42,6 @@ def begin_gather(x: Tensor, group: Any) -> Exchange:
     return Exchange(out, all_gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True))
 
 
-def rows_of_all_classes(z_CV: Tensor, rows: list[int], classes: list[int], group: Any) -> Tensor:
-    """Return this rank's share of the rows [c, V] from all rows of this rank's classes; each rank's are these many."""
-    if not sum(rows):
-        return z_CV.new_empty(0, sum(classes))
-    c, V_r = rows[group.rank()], z_CV.shape[1]
-    sizes = [c * V for V in classes]
-    out = _swapped(z_CV.contiguous().view(-1), [C * V_r for C in rows], sizes, group)
-    pairs = zip(out.split_with_sizes(sizes), classes, strict=True)
-    return torch.cat([block.view(c, V) for block, V in pairs], 1)
-
-
-def classes_of_all_rows(g_cV: Tensor, rows: list[int], classes: list[int], group: Any) -> Tensor:
-    """Undo `rows_of_all_classes`: return all rows of this rank's classes [C, V_r]."""
-    V_r = classes[group.rank()]
-    if not sum(rows):
-        return g_cV.new_empty(0, V_r)
-    blocks = torch.cat([block.reshape(-1) for block in g_cV.split_with_sizes(classes, 1)])
-    out = _swapped(blocks, [len(g_cV) * V for V in classes], [C * V_r for C in rows], group)
-    return out.view(sum(rows), V_r)
-
-
-def _swapped(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Send each rank its part of ``x``, of these lengths; return what each sent here, one after another."""
-    out = x.new_empty(sum(received))
-    dist.all_to_all_single(out, x, received, sent, group=group)
-    return out
-
-
 def begin_sum(part: Tensor, group: Any) -> Exchange:
     """Begin to add up all ranks' ``part``, contiguous, in its memory."""
     return Exchange(part, dist.all_reduce(part, group=group, async_op=True))
@@ -82,3 +54,10 @@ def begin_scattered_sum(part_CD: Tensor, group: Any) -> Exchange:
     # torch 2.13's name for what was reduce_scatter_tensor
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return Exchange(out, reduce_scatter(out, part_CD, group=group, async_op=True))
+
+
+def swapped(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Send each rank its part of ``x``, of these lengths; return what each has sent here, one after another."""
+    out = x.new_empty(sum(received))
+    dist.all_to_all_single(out, x, received, sent, group=group)
+    return out

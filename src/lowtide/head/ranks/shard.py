@@ -1,44 +1,14 @@
-"""A rank's shard of the vocabulary, and what all ranks of its group can do.
-
-W ranks, V classes of which this one holds V_r.
-"""
+"""A rank's shard of the vocabulary: V classes, of which this rank holds V_r."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.arguments import check_tensor, is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.backends import skips_ignored, why_not_exp
 from lowtide.head.ranks import exchange as exchange
-
-
-class Limits(NamedTuple):
-    """What every rank of a group can do. All plan by it, and so all plan alike: GPUs of one group may differ."""
-
-    gpu_bytes: int | None  # memory of the smallest GPU; None without GPUs
-    exponentials: bool  # whether the kernels of "exp" run on each,
-    skips: bool = False  # and those that end before ignored tokens
-
-
-_KNOWN: "WeakKeyDictionary[Any, dict[str, Limits]]" = WeakKeyDictionary()  # a group's by its tensors' type of device
-
-
-def limits_of(group: Any, device: torch.device) -> Limits:
-    """Return what the ranks of ``group`` can do. They exchange it once, at their first call: the host waits."""
-    known = _KNOWN.setdefault(group, {})
-    if device.type not in known:
-        here = [0, 0, 0]
-        if device.type == "cuda":
-            runs, memory = why_not_exp(device, torch.bfloat16, 8, 1) is None, torch.cuda.get_device_properties(device)
-            here = [memory.total_memory, int(runs), int(skips_ignored(device))]
-        gpu_bytes, *can = map(min, zip(*exchange.numbers_of_all(here, group, device), strict=True))
-        known[device.type] = Limits(gpu_bytes or None, *map(bool, can))
-    return known[device.type]
 
 
 @dataclass(frozen=True, kw_only=True)

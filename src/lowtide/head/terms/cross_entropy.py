@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError, UnsupportedError, message
-from lowtide.graph import is_last_backward
 from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
@@ -69,8 +68,6 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
     """Return the loss, with ``keep`` what `backward` needs of each token, and the needed gradients for upstream 1."""
     loss, plan = _plan(head, args, wanted)
     rows, ranks, per_token, into = loss.rows, head.ranks, args.reduction == "none", Gradients()
-    if not head.input.requires_grad and (keep or (any(wanted) and plan.schedule == "blocks")):
-        ranks.keep()
 
     def factors() -> tuple[Tensor, Gradients]:
         nonlocal into
@@ -90,8 +87,6 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
         # copies: an operator returns no memory twice
         values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
         values |= {name: numbers[name] for name in ("tiles", "classes") if name in numbers}
-        if not ranks.alone and loss.own_n is not None and loss.total is not None:
-            values["own"] = torch.cat((rows.among_all(loss.own_n), loss.total[None]))
     if not any(wanted):
         return values
     kept_N = args.target.reshape(-1) != args.ignore_index
@@ -104,11 +99,11 @@ def backward(
     head: Head, args: CrossEntropyArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
 ) -> Gradients:
     """Return the needed gradients from the loss's upstream gradient, a scalar or [N], and what forward saved."""
-    given, valid_N = upstream["loss"], args.target.reshape(-1) != args.ignore_index
+    given = upstream["loss"]
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    loss, plan = _plan(head, args, wanted, known, None if head.ranks.alone else valid_N)
+    loss, plan = _plan(head, args, wanted, known)
     rows = loss.rows
     into = gradient_buffers(head, rows, plan, wanted)
     given = given.to(head.wide)
@@ -116,8 +111,6 @@ def backward(
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
     numbers = known | rows.of_each({name: known[name] for name in ("lse", "miss")})
     _run(head, loss, plan, lambda: (factor, into), numbers)
-    if is_last_backward():
-        head.ranks.keep(kept=False)
     return into
 
 
@@ -163,31 +156,25 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     return {"loss": loss.of(numbers), "lse": numbers["lse"], "miss": -numbers["logprob"][:, 0]}
 
 
-def _plan(
-    head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | None = None, rows_N: Tensor | None = None
-) -> tuple[Loss, HeadPlan]:
+def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | None = None) -> tuple[Loss, HeadPlan]:
     """Return the rows that are computed with their targets, and the plan for them.
 
     On the CPU a target that is no class is an error; elsewhere such a token's loss and gradients are NaN. In backward
-    ``known`` has what forward saved: with ranks the targets' class weights too. If tokens are dropped, the rows are
-    those of ``rows_N``; None: of all valid targets.
+    ``known`` has what forward saved.
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
     y_N = args.target.reshape(-1).long().contiguous()
     if looks_at_numbers(head.input.device):
         wrong = (y_N != args.ignore_index) & ((y_N < 0) | (y_N >= V))
         check_classes(y_N, wrong, V, args.ignore_index)
-    valid_N = y_N != args.ignore_index if rows_N is None else rows_N
-    index = head.positions_of(valid_N, "target" if known is None else None)
-    rows = Rows(tokens=y_N.numel(), index=index)
+    rows = Rows(tokens=y_N.numel(), index=head.positions_of(y_N != args.ignore_index))
     plan = plan_cross_entropy(head, args, rows.n, wanted, known is not None)
     rows = rows.in_order(ranks.order(plan))
     weight_N = None if args.token_weight is None else args.token_weight.reshape(-1).to(wide).contiguous()
     q = None if args.weight is None else args.weight.to(wide).contiguous()
     own_n: Tensor | None = None
-    total = None if q is None else q.sum()
     skips = skips_tokens(head, plan.backend) and (ranks.alone or plan.product_rows % ROWS_OF_STEP == 0)
-    if plan.backend == "exp" and (ranks.alone or q is None):
+    if plan.backend == "exp":
         # by one kernel, since the first GEMM waits for it
         from lowtide.head.kernels.elementwise import select
 
@@ -203,42 +190,26 @@ def _plan(
         else:
             y, unit = rows.of(selection.y_N, -1), rows.of(selection.unit_N)
         kept = None if ranks.alone else y >= 0
+        if q is not None and not ranks.alone:
+            own_n = rows.of(q[y_N.clamp(0, V - 1)])
     else:
         kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
-        rows = put_last(rows, kept_N) if skips else rows
         valid_N = y_N.where(is_class_N, 0)
         unit = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
         unit = rows.of(unit.where(is_class_N, torch.nan).where(kept_N, 0))
-        kept = None if head.drops_tokens and rows_N is None else rows.of(kept_N)
+        kept = None if head.drops_tokens else rows.of(kept_N)
         counted = kept_N.to(wide)
-        if q is not None and total is not None:
-            own_N, total = _own_weights(head, q, total, valid_N, known)
+        if q is not None:
+            own_N = q[valid_N]
             own_n, counted = rows.of(own_N), own_N.where(kept_N, 0)
         y = rows.of(valid_N)
-        if plan.backend == "exp":
-            local_N, is_here_N = ranks.here(valid_N)
-            assert is_here_N is not None
-            y = rows.of(local_N.where(is_here_N, ELSEWHERE).where(kept_N, -1).int(), -1)
     if args.num_items is not None:
         counted = scalar_on(head.input.device, args.num_items, wide)
     return Loss(
         rows=replace(rows, kept=kept), y=y, unit=unit, counted=counted if args.reduction == "mean" else None,
-        class_weight=q, total=total, own_n=own_n, label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V,
-        mask=args.mask,
+        class_weight=ranks.class_weight(q), total=None if q is None else q.sum(), own_n=own_n,
+        label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V, mask=args.mask,
     ), plan  # fmt: skip
-
-
-def _own_weights(
-    head: Head, q_V: Tensor, total: Tensor, valid_N: Tensor, known: Numbers | None
-) -> tuple[Tensor, Tensor]:
-    """Return each token's class weight, and Q, of all ranks' classes."""
-    if head.ranks.alone:
-        return q_V[valid_N], total
-    if known is not None:
-        return known["own"][:-1], known["own"][-1]
-    here_N = torch.cat((q_V, q_V.new_zeros(1)))[head.ranks.here(valid_N)[0]]
-    every = head.ranks.sum_of(torch.cat((here_N, total[None])))
-    return every[:-1], every[-1]
 
 
 def keeps_tiles(head: Head, plan: HeadPlan) -> bool:
@@ -273,7 +244,6 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
         "each": ((N if args.each else 0,), head.wide),
         "lse": each,
         "miss": each,
-        "own": ((0,), head.wide),
         "tiles": ((0,), head.dtype),
         "classes": ((0,), torch.int32),
     }
@@ -281,6 +251,6 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
 
 CROSS_ENTROPY = Function(
     "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes,
-    returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "own", "tiles", "classes"),
+    returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "tiles", "classes"),
     sized=("tiles", "classes"),
 )  # fmt: skip

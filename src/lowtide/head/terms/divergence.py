@@ -28,7 +28,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
     Masked tokens are dropped on the CPU, or where the host may wait; elsewhere they are computed as zeros.
     """
     _check_ids(head, args)
-    rows, denominator, per_token = _rows(head, args.mask, args.mask), _denominator(head, args), args.reduction == "none"
+    rows, denominator, per_token = _rows(head, args.mask), _denominator(head, args), args.reduction == "none"
     factor: Tensor | None = None
     if any(wanted):
         factor = torch.ones((), dtype=head.wide, device=head.input.device)
@@ -65,7 +65,7 @@ def backward(
     factor = (factor if denominator is None else factor / denominator).expand(head.tokens)
     if args.mask is not None:
         factor = factor.where(args.mask, 0)
-    rows = _rows(head, factor != 0, args.mask)
+    rows = _rows(head, factor != 0)
     return _run(head, args, rows, wanted, factor, rows.of_each(known))[1]
 
 
@@ -85,12 +85,10 @@ def _run(
     return run(head, rows, plan, terms, into, upstream=lambda _, part: factor[part], known=known), into
 
 
-def _rows(head: Head, kept_N: Tensor | None, mask: Tensor | None) -> Rows:
-    """Return which tokens are computed: across ranks by the mask, for each has to make as many exchanges."""
-    chosen_N = kept_N if head.ranks.alone else mask
-    index = None if chosen_N is None else head.positions_of(chosen_N, "mask" if kept_N is mask else None)
-    rows = Rows(tokens=head.tokens, index=index)
-    if kept_N is None or (head.drops_tokens and chosen_N is kept_N):
+def _rows(head: Head, kept_N: Tensor | None) -> Rows:
+    """Return which tokens are computed."""
+    rows = Rows(tokens=head.tokens, index=None if kept_N is None else head.positions_of(kept_N))
+    if kept_N is None or head.drops_tokens:
         return rows
     return replace(rows, kept=rows.of(kept_N).contiguous())
 

@@ -88,7 +88,7 @@ def backward(
             out = into.input_ND[tokens] if alone else c.new_empty(len(ids), D)
             input_grad(c[tokens], head.weight_VD, rows[tokens], out, head.dtype)
             if not alone:
-                head.ranks.begin_sum(out, tokens)(into)
+                head.ranks.begin_sum(out, tokens, None, into)()
     if wanted.weight:
         into.weight_VD = x.new_empty(V, D, dtype=head.weight_VD.dtype)
         weight_grad(c, _hidden(head, slice(0, len(c))), rows, into.weight_VD)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowtide.graph import is_last_backward
 from lowtide.head.call import Head, TokenStatsArgs, Wanted
 from lowtide.head.engine import Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
@@ -34,9 +33,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
         wrong = (kept_NK & ~is_class_NK).reshape(-1)
         check_classes(args.target.reshape(-1), wrong, head.ranks.vocab, args.ignore_index)
     if of_targets:
-        index = head.positions_of(kept_NK.any(1), "target")
-    if keep and not head.input.requires_grad:
-        head.ranks.keep()
+        index = head.positions_of(kept_NK.any(1))
     rows = Rows(tokens=len(args.target), index=index)
     plan = plan_token_stats(head, args, rows.n, wanted)
     rows, y_NK = rows.in_order(head.ranks.order(plan)), args.target.where(is_class_NK, 0)
@@ -70,8 +67,7 @@ def backward(
     numbers = {name: known[name] for name in ("lse", "top_logprob", *(["entropy"] if g.entropy is not None else []))}
     numbers |= {"argmax": top, "logprob": known["logprob"].where(usable, top_logprob[:, None])}
     active_N = g.largest(head.ranks.vocab) != 0
-    computed_N = active_N if head.ranks.alone else _computed(args, kept_NK)
-    rows = Rows(tokens=len(args.target), index=head.positions_of(computed_N))
+    rows = Rows(tokens=len(args.target), index=head.positions_of(active_N))
     plan = plan_token_stats(head, args, rows.n, wanted)
     rows = rows.in_order(head.ranks.order(plan))
     if skips_tokens(head, plan.backend):
@@ -84,13 +80,11 @@ def backward(
         y_nK = rows.of(args.target.where(usable, -1), -1)
         statistics_of(head, y_nK, plan, rows).gradients(rows.of_each(numbers), given, into)
     else:
-        if not (head.drops_tokens and head.ranks.alone):
+        if not head.drops_tokens:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
         g_n, terms = g.of(rows.of), _terms(args, rows, head, plan, y_NK)
         known = rows.of_each(numbers)
         run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
-    if is_last_backward():
-        head.ranks.keep(kept=False)
     return into
 
 
@@ -103,11 +97,6 @@ def _terms(args: TokenStatsArgs, rows: Rows, head: Head, plan: HeadPlan, y_NK: T
 def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
     """Return which targets [N, K] are not ignored, and which are classes."""
     return args.target != args.ignore_index, (args.target >= 0) & (args.target < head.ranks.vocab)
-
-
-def _computed(args: TokenStatsArgs, kept_NK: Tensor) -> Tensor:
-    """Return which tokens may have an upstream gradient: the same on every rank, whatever flows back there."""
-    return kept_NK.any(1) | (not args.wanted.isdisjoint(DIFFERENTIABLE[1:]))
 
 
 def _shapes(head: Head, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
