@@ -25,8 +25,7 @@ from lowtide.bench.harness import Peer, by_name, gpu_module
 from lowtide.bench.mlp import measure_modules
 from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 from lowtide.errors import UnsupportedError
-from lowtide.mlp.experts import experts_mlp
-from lowtide.mlp.groups import Form
+from lowtide.mlp.experts import Form, experts_mlp
 
 GPT_OSS = Form("silu", limit=7.0, alpha=1.702, shift=1.0, joined="interleaved")
 

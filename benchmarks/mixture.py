@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowtide.bench.case import Function
 from lowtide.bench.mlp import ModuleCase
-from lowtide.mlp.groups import Groups, sorted_by_expert
+from lowtide.mlp.experts import Groups, sorted_by_expert
 
 
 @dataclass(frozen=True, kw_only=True)

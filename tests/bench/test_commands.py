@@ -297,6 +297,7 @@ SCRIPTS = {
     "contrastive": ("--shape 32,8,64 --work masked --only lowtide naive", {"lowtide", "naive"}),
     "divergence": ("--shape 32,8,64,12 --only lowtide naive", {"lowtide", "naive"}),
     "experts": ("--shape 8,4,6,3,2 --only lowtide-0 eager", {"lowtide-0", "eager"}),
+    "host_time": ("--way stock lowtide --processes 1 --steps 1 --tokens 8 --model lowtide-small", {"stock", "lowtide"}),
     "layers": ("--tokens 64 --hidden 32 --heads 2 --kv-heads 1 --head-dim 8", {"lowtide", "eager", "F.rms_norm"}),
     "workspace": ("--shape 64,16,256 --only lowtide naive liger", {"lowtide", "naive"}),
 }  # fmt: skip
@@ -310,7 +311,7 @@ def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split(), *QUICK, "--output", str(tmp_path)])
     config = next(value for key, value in vars(module).items() if key.endswith("Config"))
     script = importlib.import_module("script")
-    peers = {} if name in ("apply", "layers") else getattr(module, "PEERS", head.PEERS)
+    peers = {} if name in ("apply", "host_time", "layers") else getattr(module, "PEERS", head.PEERS)
     assert script.main(module.measure, config, module.__doc__, peers) == 0
     found = result(tmp_path)
     rows = rows_of(found)

@@ -17,8 +17,7 @@ from lowtide import swiglu_mlp
 from lowtide.arguments import operand_dtype
 from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
-from lowtide.mlp.experts import experts_mlp
-from lowtide.mlp.groups import Form
+from lowtide.mlp.experts import Form, experts_mlp
 from lowtide.mlp.projection import Adapter, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from mlp.experts import FORMS, by_pairs

@@ -33,7 +33,7 @@ def kernels() -> dict[str, Launcher]:
     """Return each kernel that the package launches, by module and name."""
     found = {}
     for info in pkgutil.walk_packages(lowtide.__path__, "lowtide."):
-        if ".kernels." in info.name:
+        if ".kernels" in info.name:
             module = importlib.import_module(info.name)
             found |= {f"{info.name}.{k}": v for k, v in vars(module).items() if isinstance(v, Launcher)}
     return found

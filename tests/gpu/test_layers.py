@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu.conftest import ON_GPU, no_waits, requested_bytes
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
-from lowtide.layers.pairs import PAIRS
+from lowtide.layers.rope import PAIRS
 from lowtide.measure.timing import peak_above
 from promises import promise
 from support import assert_near, doubled, every_pair, rms_norm_oracle, rotary_oracle

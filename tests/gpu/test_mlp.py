@@ -16,10 +16,9 @@ from four_bit import four_bit_layer
 from gpu.conftest import HOPPER, ON_GPU, no_waits
 from lowtide import swiglu_mlp
 from lowtide.measure.timing import peak_above
-from lowtide.mlp.groups import Form
-from lowtide.mlp.kernels import gated as kernels
-from lowtide.mlp.packed import Packed
-from lowtide.mlp.projection import Adapter, Projection
+from lowtide.mlp import elementwise
+from lowtide.mlp.experts import Form
+from lowtide.mlp.projection import Adapter, Packed, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
 from promises import promise
@@ -177,13 +176,13 @@ def same_without_waits(step: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 @promise("kernels")
-@pytest.mark.parametrize("n", [1, 37, kernels.BLOCK - 1, kernels.BLOCK + 5])
+@pytest.mark.parametrize("n", [1, 37, elementwise.BLOCK - 1, elementwise.BLOCK + 5])
 def test_nothing_outside_the_tensors_is_written(n: int) -> None:
     """Odd sizes, whose last block of a kernel goes beyond the end."""
     room = torch.full((3, n + 16), torch.nan, device="cuda", dtype=torch.bfloat16)
     room[:, :n] = torch.randn(3, n, device="cuda")
     gate, up, grad = room[:, :n].clone().unbind(0)
-    kernels.gated_backward(*(room[i, :n] for i in range(3)), "silu", *(room[i, :n] for i in range(3)))
+    elementwise.gated_backward(*(room[i, :n] for i in range(3)), "silu", *(room[i, :n] for i in range(3)))
     true = [t.double().requires_grad_() for t in (gate, up)]
     p = true[0] * torch.sigmoid(true[0]) * true[1]
     for got, e in zip(room, [*torch.autograd.grad(p, true, grad.double()), p], strict=True):

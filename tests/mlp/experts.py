@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.mlp.experts import experts_mlp
-from lowtide.mlp.groups import Form
+from lowtide.mlp.experts import Form, experts_mlp
 
 GPT_OSS = Form("silu", 0.8, 1.702, 1.0, "interleaved")
 FORMS = [GPT_OSS, Form("silu"), Form("gelu_tanh", joined="up first"), Form("silu", limit=0.5)]

@@ -15,11 +15,10 @@ from four_bit import four_bit_layer
 from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise
 from lowtide.mlp.call import JOINED
-from lowtide.mlp.packed import Packed
-from lowtide.mlp.projection import Adapter, Projection
+from lowtide.mlp.projection import Adapter, Packed, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from promises import promise
-from support import every_pair, relative_error
+from support import relative_error
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -219,13 +218,3 @@ def test_twice_compiled_and_without_tokens(dynamic: bool, level: int) -> None:
     y.sum().backward()
     assert y.shape == nothing.grad.shape == (2, 0, D)
     assert all((side.grad == 0).all() for side in mlp.sides)
-
-
-@every_pair(kind=KINDS, sizes=[(250, 34), (256, 32), (256, 64)], joined=list(JOINED))
-def test_rows_of_one_projection(kind: str, sizes: tuple[int, int], joined: str) -> None:
-    """Whether or not one row shares a scale with the next."""
-    linear = layer(2 * sizes[0], sizes[1], torch.float32, kind)
-    whole, expected = packed(linear, torch.float32), exact(linear)
-    for rows in JOINED[joined](sizes[0]):
-        assert rows is not None
-        torch.testing.assert_close(whole[rows].dense().double(), expected[rows], rtol=1e-6, atol=0)

@@ -5,21 +5,23 @@ Legend: x [..., D] or, as rows, [N, D]; weight [D]. rstd [N] is the factor of ea
 
 import math
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lowtide.arguments import check_device, check_name, check_number, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.graph import Operator, node, schema_of, undisturbed
+from lowtide.graph import Operator, node, undisturbed
 from lowtide.head.backends import why_not_row
-from lowtide.kernel_launch import on_device
+from lowtide.kernel_launch import blocks_of, multiprocessors, on_device, power_of_2
 
 Rounding = Literal["before_weight", "after_weight"]
 
 GATHER = "Call it inside the forward of the module that fully_shard wraps, or on the result of to_local()."
-_LONGEST = 32768  # of the kernels, whose module needs Triton
+_LONGEST = 32768  # of the kernels' rows
+TILE = 2048  # values of a tile: short rows are taken several at a time
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of the backward pass: each leaves one row of partial sums
 _STOCK = "torch.nn.functional.rms_norm"
 _TWICE = f"lowtide: expected a norm to be differentiated once, got a second derivative. For those use {_STOCK}."
 
@@ -67,7 +69,7 @@ def rms_norm(
 
 def checked_rms_norm(input: Tensor, weight: Tensor, eps: float, offset: float, rounding: Rounding) -> Tensor:
     """Return `rms_norm` of arguments that the caller has checked: of short sequences the host's time is all."""
-    return _run(_Call(input, None, weight, float(eps), float(offset), rounding == "before_weight"))[0]
+    return _run(input, None, weight, float(eps), float(offset), rounding == "before_weight")[0]
 
 
 def add_rms_norm(
@@ -105,33 +107,7 @@ def add_rms_norm(
         >>> normed, hidden = add_rms_norm(update, hidden, weight, 1e-5)
     """
     weight = _check("add_rms_norm", input, weight, residual, eps, offset, rounding)
-    return _run(_Call(input, residual, weight, float(eps), float(offset), rounding == "before_weight"))
-
-
-class _Call(NamedTuple):
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor
-    eps: float
-    offset: float
-    round_first: bool
-
-    @property
-    def out_dtype(self) -> torch.dtype:
-        """Return the result's dtype."""
-        x, weight = self.x.dtype, self.weight.dtype
-        return torch.promote_types(x, weight) if self.round_first and x != weight else x
-
-
-class _BackwardCall(NamedTuple):
-    g: Tensor
-    g_sum: Tensor | None
-    x: Tensor
-    weight: Tensor
-    rstd: Tensor
-    offset: float
-    wants_x: bool
-    wants_weight: bool
+    return _run(input, residual, weight, float(eps), float(offset), rounding == "before_weight")
 
 
 def _check(
@@ -185,113 +161,143 @@ def _why_no_kernel(device: torch.device, x_dtype: torch.dtype, weight_dtype: tor
     return why_not_row(device, x_dtype, 1) or why_not_row(device, weight_dtype, 1)
 
 
-def _outputs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for the result, for the sum (empty without a residual) and for rstd."""
-    call = _Call(*args)
-    x = call.x
-    return (
-        torch.empty(x.shape, dtype=call.out_dtype, device=x.device),
-        torch.empty(0 if call.residual is None else x.shape, dtype=x.dtype, device=x.device),
-        torch.empty(math.prod(x.shape[:-1]), dtype=_wide(x), device=x.device),
-    )
-
-
-def _gradient_outputs(*args: Any) -> tuple[Tensor, Tensor]:
-    """Return memory for the gradients of the rows and of the weight, empty if not needed."""
-    call = _BackwardCall(*args)
-    x, weight = call.x, call.weight
-    return x.new_empty(x.shape if call.wants_x else 0), weight.new_empty(weight.shape if call.wants_weight else 0)
-
-
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` as rows with contiguous columns: a view if there is one; itself where it is contiguous."""
+def _outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor, _eps: float, _offset: float, round_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the result, for the sum (empty without a residual) and for rstd."""
+    out_dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
+    return (
+        torch.empty(x.shape, dtype=out_dtype, device=x.device),
+        torch.empty(0 if residual is None else x.shape, dtype=x.dtype, device=x.device),
+        torch.empty(math.prod(x.shape[:-1]), dtype=_wide(x), device=x.device),
+    )
+
+
+def _gradient_outputs(
+    _g: Tensor, _g_sum: Tensor | None, x: Tensor, weight: Tensor, _rstd: Tensor, _offset: float,
+    wants_x: bool, wants_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return memory for the gradients of the rows and of the weight, empty if not needed."""
+    return x.new_empty(x.shape if wants_x else 0), weight.new_empty(weight.shape if wants_weight else 0)
+
+
+def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return ``x`` as rows with contiguous columns, a view if there is one, and the step from one row to the next."""
+    if x is None:
+        return None, 0
     if x.is_contiguous():
-        return x
+        return x, x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
 
 
-def _normalized(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+@cache
+def _tile(D: int) -> dict[str, int]:
+    """Return how many rows a program of the kernels takes at a time: several short ones."""
+    block = power_of_2(D)
+    rows = max(1, TILE // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
+
+
+def _normalized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, the sum and the factors: see `_outputs`."""
-    call, (out, sum_, rstd) = _Call(*args), _outputs(*args)
-    x, residual, weight = call.x, call.residual, call.weight
+    out, sum_, rstd = _outputs(x, residual, weight, eps, offset, round_first)
     if x.numel() == 0:
         return out, sum_, rstd
     if why_no_kernel(x, weight) is None:
-        from lowtide.layers.kernels.rms_norm import normalize_rows
+        from lowtide.layers import kernels
 
+        N, D, tile = len(rstd), len(weight), _tile(len(weight))
         with on_device(x.device):
-            rows, into_sum = (None, None) if residual is None else (_rows(residual), _rows(sum_))
-            into = (_rows(out), into_sum, rstd)
-            normalize_rows(
-                _rows(x), rows, weight.contiguous(), call.eps, call.offset, round_first=call.round_first, into=into
-            )
+            kernels.rms_norm[(blocks_of(N, tile["ROWS"]),)](
+                *_rows(x), *_rows(residual), sum_, weight.contiguous(), out, rstd, N, D, eps, offset,
+                ROUND=round_first, **tile,
+            )  # fmt: skip
         return out, sum_, rstd
     with undisturbed(x.device):
         if residual is not None:
             x = torch.add(residual, x, out=sum_)
         wide = x.to(_wide(x))
-        factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + call.eps)
+        factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         normed = wide * factor
-        if call.round_first:
+        if round_first:
             normed = normed.to(x.dtype).to(wide.dtype)
-        out.copy_(normed.mul_(weight.to(wide.dtype) + call.offset))
+        out.copy_(normed.mul_(weight.to(wide.dtype) + offset))
     return out, sum_, factor.view(-1)
 
 
-def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
-    call, (dx, dw) = _BackwardCall(*args), _gradient_outputs(*args)
-    g, g_sum, x, weight = call[:4]
+def _gradients(
+    g: Tensor, g_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, offset: float,
+    wants_x: bool, wants_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the rows x that were normalised and of the weight, with n = x * rstd:
+
+        dx = rstd (h - n mean(n h)) + g_sum          dw = sum over rows of g n          h = g * (weight + offset)
+
+    ``g`` and ``g_sum`` are those of the result and of the sum itself. Sums are float32, in a fixed order: each of P
+    programs sums its own rows, then the P partial sums are added.
+    """
+    dx, dw = _gradient_outputs(g, g_sum, x, weight, rstd, offset, wants_x, wants_weight)
     if x.numel() == 0:
         return dx, dw.zero_()
     if why_no_kernel(x, weight) is None:
-        from lowtide.layers.kernels.rms_norm import normalize_rows_backward
+        from lowtide.layers import kernels
 
+        N, D, tile = len(rstd), len(weight), _tile(len(weight))
+        programs = min(blocks_of(N, tile["ROWS"]), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x.device))
+        partial = rstd.new_empty(programs, D) if wants_weight else None
         with on_device(x.device):
-            rows = None if g_sum is None else _rows(g_sum)
-            into = (_rows(dx) if call.wants_x else None, dw if call.wants_weight else None)
-            normalize_rows_backward(_rows(g), rows, _rows(x), weight.contiguous(), call.rstd, call.offset, into=into)
+            kernels.rms_norm_backward[(programs,)](
+                *_rows(g), *_rows(g_sum), *_rows(x), weight.contiguous(), rstd, dx if wants_x else None, partial,
+                N, D, offset, **tile,
+            )  # fmt: skip
+            if partial is not None:
+                dw.copy_(partial.sum(0))
         return dx, dw
     with undisturbed(x.device):
-        g, rstd = g.to(_wide(x)), call.rstd.view(*x.shape[:-1], 1)
+        g, rstd = g.to(_wide(x)), rstd.view(*x.shape[:-1], 1)
         normed = x.to(_wide(x)) * rstd
-        if call.wants_weight:
+        if wants_weight:
             dw.copy_((g * normed).reshape(-1, x.shape[-1]).sum(0))
-        if call.wants_x:
-            g = g * (weight.to(g.dtype) + call.offset)
+        if wants_x:
+            g = g * (weight.to(g.dtype) + offset)
             into_rows = normed.mul_((g * normed).mean(-1, keepdim=True)).sub_(g).mul_(-rstd)
             dx.copy_(into_rows if g_sum is None else into_rows.add_(g_sum))
     return dx, dw
 
 
-def _run(call: _Call) -> tuple[Tensor, Tensor]:
-    trained = call.x.requires_grad or call.weight.requires_grad
-    if call.residual is not None:
-        trained = trained or call.residual.requires_grad
-    if torch.is_grad_enabled() and trained:
-        out: Any = (_NODE if call.residual is None else _ADDED_NODE).apply(*call)  # type: ignore[no-untyped-call]
-        return (out, out) if call.residual is None else out
-    out, sum_, _ = _RMS_NORM(*call)
-    return out, sum_
-
-
-_RMS_NORM = Operator("rms_norm", f"({schema_of(_Call)}) -> (Tensor, Tensor, Tensor)", _normalized, _outputs)
+_CALL = "Tensor x, Tensor? residual, Tensor weight, float eps, float offset, bool round_first"
+_OF_GRADIENTS = (
+    "Tensor g, Tensor? g_sum, Tensor x, Tensor weight, Tensor rstd, float offset, bool wants_x, bool wants_weight"
+)
+_RMS_NORM = Operator("rms_norm", f"({_CALL}) -> (Tensor, Tensor, Tensor)", _normalized, _outputs)
 _RMS_NORM_BACKWARD = Operator(
-    "rms_norm_backward", f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)", _gradients, _gradient_outputs
+    "rms_norm_backward", f"({_OF_GRADIENTS}) -> (Tensor, Tensor)", _gradients, _gradient_outputs
 )
 
 
-def _save(ctx: Any, *args: Any) -> Any:
+def _run(x: Tensor, residual: Tensor | None, weight: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
+    trained = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
+    if torch.is_grad_enabled() and trained:
+        out: Any = (_NODE if residual is None else _ADDED_NODE).apply(x, residual, weight, *numbers)  # type: ignore[no-untyped-call]
+        return (out, out) if residual is None else out
+    out, sum_, _ = _RMS_NORM(x, residual, weight, *numbers)
+    return out, sum_
+
+
+def _save(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, first: bool) -> Any:
     """Normalise; save the normalised rows (an input, or the sum), and the factor of each."""
-    call = _Call(*args)
-    out, sum_, rstd = _RMS_NORM(*call)
-    ctx.offset, ctx.added = call.offset, call.residual is not None
-    ctx.save_for_backward(sum_ if ctx.added else call.x, call.weight, rstd)
-    return (out, sum_) if ctx.added else out
+    out, sum_, rstd = _RMS_NORM(x, residual, weight, eps, offset, first)
+    ctx.offset = offset
+    ctx.save_for_backward(x if residual is None else sum_, weight, rstd)
+    return out if residual is None else (out, sum_)
 
 
 def _take_back(ctx: Any, g: Tensor | None, g_sum: Tensor | None = None) -> Any:

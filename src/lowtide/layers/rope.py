@@ -3,23 +3,60 @@
 Legend: q [B, Hq, T, d], k [B, Hk, T, d]; cos and sin [B or 1, T, r], r the part of a head that is rotated.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.arguments import check_name, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
-from lowtide.graph import Operator, node, schema_of, undisturbed
-from lowtide.kernel_launch import on_device
+from lowtide.graph import Operator, node, undisturbed
+from lowtide.kernel_launch import on_device, power_of_2
 from lowtide.layers.norm import GATHER, why_no_kernel
-from lowtide.layers.pairs import PAIRS, Pairs
+
+TILE = 1024  # values of half a tile of the kernel's
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
 _TWICE = (
     "lowtide: expected rotary to be differentiated once, got a second derivative. For those rotate in plain PyTorch:"
     f" {_WRITTEN_OUT}."
 )
+
+
+class Pairs(NamedTuple):
+    """Where the pairs of a head's r rotated values are, before and after, and the entries of cos and sin for them."""
+
+    read: Literal["halves", "neighbours"]
+    written: Literal["halves", "neighbours"]
+    # "each": where the values are read; for both "first": in the table's first half, "short": in tables half as wide
+    entries: Literal["each", "first", "short"]
+    backwards: bool = False  # by the negative angle
+    last: bool = False  # a head's last r values are rotated, not its first
+
+    def count(self, entries: int) -> int:
+        """Return how many pairs a table with so many entries per position is for."""
+        return entries if self.entries == "short" else entries // 2
+
+    def places(self, half: int, *, inverse: bool) -> tuple[tuple[int, int], ...]:
+        """Return the places of the values read and written, by the ``inverse`` or not, and of the table's entries.
+
+        A place is the step from pair to pair, and how far apart the two of a pair are.
+        """
+        read, written = ((1, half) if side == "halves" else (2, 1) for side in (self.read, self.written))
+        table = read if self.entries == "each" else (1, 0)
+        return (written, read, table) if inverse else (read, written, table)
+
+
+PAIRS = {
+    "halves": Pairs("halves", "halves", "each"),
+    "interleaved": Pairs("neighbours", "neighbours", "each"),
+    "repeated": Pairs("neighbours", "neighbours", "first"),
+    "short": Pairs("halves", "halves", "short"),
+    "deinterleaved": Pairs("neighbours", "halves", "first"),
+    "short_interleaved": Pairs("neighbours", "neighbours", "short"),
+    "trailing": Pairs("neighbours", "neighbours", "short", last=True),
+    "backwards": Pairs("halves", "halves", "each", backwards=True),
+}
 
 
 def rotary(
@@ -90,20 +127,10 @@ def checked_rotary(
     """Return `rotary` of arguments that the caller has checked."""
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, pairs, False)
+    call = q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, pairs, False
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     rotated: tuple[Tensor, Tensor] = _NODE.apply(*call) if trained else _ROTARY(*call)  # type: ignore[no-untyped-call]
     return (rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)) if unsqueeze_dim == 2 else rotated
-
-
-class _Call(NamedTuple):
-    q: Tensor
-    k: Tensor
-    cos: Tensor
-    sin: Tensor
-    dtype: torch.dtype  # of the results
-    pairs: str
-    inverse: bool
 
 
 def why_not_rotary(
@@ -146,45 +173,54 @@ def why_not_rotary(
     return None
 
 
-def _outputs(*args: Any) -> tuple[Tensor, Tensor]:
+def _outputs(
+    q: Tensor, k: Tensor, _cos: Tensor, _sin: Tensor, dtype: torch.dtype, _pairs: str, _inverse: bool
+) -> tuple[Tensor, Tensor]:
     """Return empty results, with the strides of ``q`` and ``k`` if these have no gaps."""
-    call = _Call(*args)
-    return torch.empty_like(call.q, dtype=call.dtype), torch.empty_like(call.k, dtype=call.dtype)
+    return torch.empty_like(_last_beside(q), dtype=dtype), torch.empty_like(_last_beside(k), dtype=dtype)
 
 
 def _last_beside(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _Call(*args)
-    q_out, k_out = _outputs(*args)
-    if call.q.numel() == 0 or why_no_kernel(call.cos, call.q) is not None:
-        with undisturbed(call.q.device):
-            pairs = PAIRS[call.pairs]
-            half = pairs.count(call.cos.shape[-1])
-            read, written, entries = pairs.places(half, inverse=call.inverse)
-            sin = -call.sin if pairs.backwards else call.sin
-            (cos_1, cos_2), (sin_1, sin_2) = (_sides(t.unsqueeze(1), half, *entries) for t in (call.cos, sin))
-            if call.inverse:
-                sin_1, sin_2 = -sin_2, -sin_1
-            rotated, rest = pairs.parts(2 * half, call.q.shape[-1])
-            for x, out in ((call.q, q_out), (call.k, k_out)):
-                first, second = _sides(x[..., rotated], half, *read)
-                into_first, into_second = _sides(out[..., rotated], half, *written)
-                into_first.copy_(first * cos_1 - second * sin_1)
-                into_second.copy_(second * cos_2 + first * sin_2)
-                out[..., rest].copy_(x[..., rest])
-        return q_out, k_out
-    from lowtide.layers.kernels.rotary import rotate_heads
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, pairs: str, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys rotated, or by the ``inverse``, as gradients are."""
+    q, k, cos, sin = map(_last_beside, (q, k, cos, sin))
+    q_out, k_out = _outputs(q, k, cos, sin, dtype, pairs, inverse)
+    form = PAIRS[pairs]
+    half = form.count(cos.shape[-1])
+    read, written, entries = form.places(half, inverse=inverse)
+    (B, Hq, T, d), r = q.shape, 2 * half
+    if q.numel() and why_no_kernel(cos, q) is None:
+        from lowtide.layers import kernels
 
-    q, k, cos, sin = map(_last_beside, call[:4])
-    into_q, into_k = _last_beside(q_out), _last_beside(k_out)
-    with on_device(q.device):
-        rotate_heads(q, k, cos, sin, into=(into_q, into_k), pairs=PAIRS[call.pairs], inverse=call.inverse)
-    for out, filled in ((q_out, into_q), (k_out, into_k)):
-        if out is not filled:  # its last axis is not contiguous, as its input's is not
-            out.copy_(filled)
+        heads = max(1, TILE // power_of_2(half))
+        per_batch = [0 if table.shape[0] == 1 else table.stride(0) for table in (cos, sin)]
+        with on_device(q.device):
+            kernels.rotary[(B * T,)](
+                q, *q.stride()[:3], k, *k.stride()[:3], q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
+                cos, per_batch[0], cos.stride(1), sin, per_batch[1], sin.stride(1), T, Hq, k.shape[1], half, d,
+                read[1], written[1], entries[1], STEP=read[0], OUT_STEP=written[0], TABLE_STEP=entries[0],
+                Q_HEADS=min(heads, power_of_2(Hq)), K_HEADS=min(heads, max(1, power_of_2(k.shape[1]))),
+                HALF=power_of_2(half), REST=power_of_2(d - r), INVERSE=inverse, BACKWARDS=form.backwards,
+                LAST=form.last, num_warps=4,
+            )  # fmt: skip
+        return q_out, k_out
+    with undisturbed(q.device):
+        sin = -sin if form.backwards else sin
+        (cos_1, cos_2), (sin_1, sin_2) = (_sides(t.unsqueeze(1), half, *entries) for t in (cos, sin))
+        if inverse:
+            sin_1, sin_2 = -sin_2, -sin_1
+        turned, rest = (slice(d - r, d), slice(d - r)) if form.last else (slice(r), slice(r, d))
+        for x, out in ((q, q_out), (k, k_out)):
+            first, second = _sides(x[..., turned], half, *read)
+            into_first, into_second = _sides(out[..., turned], half, *written)
+            into_first.copy_(first * cos_1 - second * sin_1)
+            into_second.copy_(second * cos_2 + first * sin_2)
+            out[..., rest].copy_(x[..., rest])
     return q_out, k_out
 
 
@@ -195,16 +231,19 @@ def _sides(x: Tensor, half: int, step: int, apart: int) -> tuple[Tensor, Tensor]
 
 
 # Rotates queries and keys, or their gradients.
-_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", _rotated, _outputs)
+_ROTARY = Operator(
+    "rotary",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, ScalarType dtype, str pairs, bool inverse) -> (Tensor, Tensor)",
+    _rotated,
+    _outputs,
+)
 
 
-def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+def _save(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, pairs: str, _: bool) -> Any:
     """Rotate; save the tables."""
-    call = _Call(*args)
-    ctx.save_for_backward(call.cos, call.sin)
-    ctx.dtype, ctx.pairs, ctx.shapes = call.q.dtype, call.pairs, (call.q.shape, call.k.shape)
-    rotated: tuple[Tensor, Tensor] = _ROTARY(*call)
-    return rotated
+    ctx.save_for_backward(cos, sin)
+    ctx.dtype, ctx.pairs, ctx.shapes = q.dtype, pairs, (q.shape, k.shape)
+    return _ROTARY(q, k, cos, sin, dtype, pairs, False)
 
 
 def _rotate_back(ctx: Any, *upstream: Tensor | None) -> Any:

@@ -1,8 +1,7 @@
 """Preference losses: DPO's family, those without a reference model (SimPO, ORPO, CPO), and KTO, of single answers."""
 
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Unpack, get_args
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -131,7 +130,7 @@ def dpo_loss(
     else:
         x, y = _score(a, divergence, alpha), _score(b, divergence, alpha)
         d = x / lengths[0] - y / lengths[1] if lengths else x - y
-    return reduce_sequences(_KINDS[kind](_Pairs(a, b, d, beta, e, tau)), reduction=reduction, num_items=num_items)
+    return reduce_sequences(_pair_loss(kind, a, b, d, beta, e, tau), reduction=reduction, num_items=num_items)
 
 
 def simpo_loss(
@@ -359,21 +358,6 @@ def _lengths(kind: str, given: dict[str, Tensor | None], like: Tensor) -> list[T
     return lengths
 
 
-class _Pairs(NamedTuple):
-    """What a kind's formula is made of, in the letters of `dpo_loss`; d also per token, or sorted."""
-
-    a: Tensor
-    b: Tensor
-    d: Tensor
-    beta: float
-    e: float
-    tau: float
-
-    @property
-    def margin(self) -> Tensor:
-        return self.beta * self.d
-
-
 def _score(log_ratio: Tensor, divergence: Divergence, alpha: float) -> Tensor:
     if divergence == "forward_kl":
         return -bounded_expm1(-log_ratio)
@@ -388,37 +372,38 @@ def _weighed(margin: Tensor, won: float, lost: float) -> Tensor:
     return -won * logsigmoid(margin) - lost * logsigmoid(-margin)
 
 
-def _exo(margin: Tensor, e: float) -> Tensor:
-    won = margin.sigmoid() * (logsigmoid(margin) - math.log1p(-e))
-    return won + (-margin).sigmoid() * (logsigmoid(-margin) - math.log(e))
+def _pair_loss(kind: DPOKind, a: Tensor, b: Tensor, d: Tensor, beta: float, e: float, tau: float) -> Tensor:
+    """Return a kind's formula, in the letters of `dpo_loss`; d also per token, or sorted."""
+    margin = beta * d
+    match kind:
+        case "robust":
+            loss = _weighed(margin, 1 - e, -e) / (1 - 2 * e)
+        case "hinge":
+            loss = (1 - margin).relu()
+        case "ipo":
+            loss = (d - 1 / (2 * beta)) ** 2
+        case "exo_pair":
+            won = margin.sigmoid() * (logsigmoid(margin) - math.log1p(-e))
+            loss = won + (-margin).sigmoid() * (logsigmoid(-margin) - math.log(e))
+        case "nca_pair":
+            loss = -logsigmoid(beta * a) - (logsigmoid(-beta * a) + logsigmoid(-beta * b)) / 2
+        case "bco_pair":
+            loss = -logsigmoid(beta * a) - logsigmoid(-beta * b)
+        case "sppo_hard":
+            loss = (a - 1 / (2 * beta)) ** 2 + (b + 1 / (2 * beta)) ** 2
+        case "apo_zero":
+            loss = (-beta * a).sigmoid() + (beta * b).sigmoid()
+        case "apo_down":
+            loss = (beta * a).sigmoid() + (-margin).sigmoid()
+        case "discopop":
+            mixed = margin / tau
+            # m exp(-margin) as one exponential: apart, m underflows where exp(-margin) overflows, and 0 * inf is NaN
+            loss = -(-mixed).sigmoid() * logsigmoid(margin) + (logsigmoid(mixed) - margin).exp()
+        case _:  # "sigmoid" and "sigmoid_norm", and the two AOT
+            loss = _weighed(margin, 1 - e, e)
+    return loss
 
 
-def _nca(a: Tensor, b: Tensor) -> Tensor:
-    return -logsigmoid(a) - (logsigmoid(-a) + logsigmoid(-b)) / 2
-
-
-def _discopop(margin: Tensor, tau: float) -> Tensor:
-    mixed = margin / tau
-    # m exp(-margin) as one exponential: apart, m underflows where exp(-margin) overflows, and 0 * inf is NaN
-    return -(-mixed).sigmoid() * logsigmoid(margin) + (logsigmoid(mixed) - margin).exp()
-
-
-_KINDS: dict[DPOKind, Callable[[_Pairs], Tensor]] = {
-    "sigmoid": lambda p: _weighed(p.margin, 1 - p.e, p.e),
-    "robust": lambda p: _weighed(p.margin, 1 - p.e, -p.e) / (1 - 2 * p.e),
-    "hinge": lambda p: (1 - p.margin).relu(),
-    "ipo": lambda p: (p.d - 1 / (2 * p.beta)) ** 2,
-    "sigmoid_norm": lambda p: -logsigmoid(p.margin),
-    "exo_pair": lambda p: _exo(p.margin, p.e),
-    "nca_pair": lambda p: _nca(p.beta * p.a, p.beta * p.b),
-    "bco_pair": lambda p: -logsigmoid(p.beta * p.a) - logsigmoid(-p.beta * p.b),
-    "sppo_hard": lambda p: (p.a - 1 / (2 * p.beta)) ** 2 + (p.b + 1 / (2 * p.beta)) ** 2,
-    "apo_zero": lambda p: (-p.beta * p.a).sigmoid() + (p.beta * p.b).sigmoid(),
-    "apo_down": lambda p: (p.beta * p.a).sigmoid() + (-p.beta * p.d).sigmoid(),
-    "discopop": lambda p: _discopop(p.margin, p.tau),
-    "aot": lambda p: _weighed(p.margin, 1 - p.e, p.e),
-    "aot_unpaired": lambda p: _weighed(p.margin, 1 - p.e, p.e),
-}
 _SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 _OF_DIFFERENCE = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop")
 _PER_TOKEN = ("ipo", "sigmoid_norm")

@@ -6,14 +6,13 @@ D hidden size, F intermediate size.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.mlp.elementwise import gated, gated_backward
-from lowtide.mlp.packed import Packed
-from lowtide.mlp.projection import LowRank, ProjectionPass, Sum, operand
+from lowtide.mlp.projection import Packed, ProjectionPass, Sum
 
 # Where the rows of gate and of up are in one projection [2F, D] of both.
 JOINED: dict[str, Callable[[int], tuple[slice, slice]]] = {
@@ -50,19 +49,17 @@ class SwigluCall(NamedTuple):
     checkpoint_level: int
     tile_tokens: int | None
     joined: str  # a key of `JOINED`; empty: gate and up are two projections
-    packed: Sequence[Tensor]  # of the weights in 4 bits (`lowtide.mlp.packed`)
+    packed: Sequence[Tensor]  # of the weights in 4 bits (`lowtide.mlp.projection.Packed`)
     forms: str  # of gate, up and down, between commas: the form of a weight in 4 bits
-    low_rank_dtype: torch.dtype  # of the operands of the adapters' GEMMs (`lowtide.mlp.projection`)
+    low_rank_dtype: torch.dtype  # of the operands of the adapters' GEMMs
     scales: Sequence[float]  # of the adapters of gate, up and down
     dropouts: Sequence[float]
     seed: int  # of the dropouts
 
     @property
-    def input(self) -> Tensor:
+    def input(self) -> Any:
         """Return x."""
-        x = self.tensors[0]
-        assert x is not None
-        return x
+        return self.tensors[0]
 
     @property
     def tokens(self) -> int:
@@ -88,8 +85,8 @@ class SwigluCall(NamedTuple):
     def needs(self, wanted: Sequence[bool]) -> Needs:
         """Return what backward needs for the gradients of `tensors` that are ``wanted``."""
         sides = [wanted[i : i + 4] for i in (1, 1 if self.joined else 5, 9)]
-        reads = [of_weight or of_a or of_b for of_weight, _, of_a, of_b in sides]
         gate, up = (wanted[0] or any(side) for side in sides[:2])
+        reads = [of_weight or of_a or of_b for of_weight, _, of_a, of_b in sides]
         return Needs(gate, up, reads[2], reads[0] or reads[1])
 
     def empty_projections(self) -> list[Tensor]:
@@ -102,7 +99,7 @@ class SwigluCall(NamedTuple):
         gate, up, _ = self._projections()
         x_ND, made = _rows(self.input), self.empty_projections()
         for tile in self._tiles():
-            x = operand(_part(x_ND, tile), self.dtype)
+            x = _part(x_ND, tile).to(self.dtype)
             for projection, out_NF in zip((gate, up), made, strict=True):
                 out = _part(out_NF, tile)
                 if out.dtype == self.dtype:
@@ -112,20 +109,20 @@ class SwigluCall(NamedTuple):
         return made
 
     def output(self, held: Sequence[Tensor]) -> Tensor:
-        """Return the output [..., D] from gate and up [N, F], or if these are empty from the input."""
-        saved = held[0].dim() == 2
+        """Return the output [..., D] from gate and up [N, F], or if there are none from the input."""
         gate, up, down = self._projections()
         x_ND = _rows(self.input)
-        y = x_ND.new_empty(self.output_shape, dtype=self.dtype)
+        y: Tensor = x_ND.new_empty(self.output_shape, dtype=self.dtype)
         y_ND = _rows(y)
         for tile in self._tiles():
-            if saved:
+            if held:
                 g, u = (_part(t, tile) for t in held)
+                p = torch.empty_like(g, dtype=self.dtype)
             else:
-                x = operand(_part(x_ND, tile), self.dtype)
-                g, u = gate.output(x, None, tile.start), up.output(x, None, tile.start)
+                x = _part(x_ND, tile).to(self.dtype)
+                p = g = gate.output(x, None, tile.start)
+                u = up.output(x, None, tile.start)
                 del x
-            p = torch.empty_like(g, dtype=self.dtype) if saved else g
             gated(g, u, self.activation, p)
             del g, u
             down.output(p, _part(y_ND, tile), tile.start)
@@ -138,8 +135,8 @@ class SwigluCall(NamedTuple):
         """Return the gradients of `tensors` in their shapes and dtypes, None for those that are not ``wanted``.
 
         ``upstream`` is the output's gradient [..., D]; ``held`` gate and up [N, F], which may be overwritten
-        ``in_place``, or empty tensors if forward saved neither. They are removed from the list before the last tile, so
-        that their memory is freed once nothing else refers to them.
+        ``in_place``, or nothing if forward saved neither. They are removed from the list before the last tile, so that
+        their memory is freed once nothing else refers to them.
         """
         needs, tiles = self.needs(wanted), self._tiles()
         wide = torch.promote_types(self.dtype, torch.float32)  # of sums over tiles
@@ -148,21 +145,19 @@ class SwigluCall(NamedTuple):
             for i, (t, flag) in enumerate(zip(self.tensors[1:], wanted[1:], strict=True))
         ]
         projections = self._projections(sums)
-        has_saved = held[0].dim() == 2
         x_ND, dy_ND = _rows(self.input), _rows(upstream)
         dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted[0] else None
         for tile in tiles:
-            sides = [_part(t, tile) for t in held] if has_saved else []
+            sides = [_part(t, tile) for t in held]
             if tile is tiles[-1]:
                 held.clear()
-            x, dy = _part(x_ND, tile), _part(dy_ND, tile)
-            dx = None if dx_ND is None else _part(dx_ND, tile)
-            self._backward_tile(needs, projections, (x, dy, dx), sides, tile.start, in_place=in_place)
-        scales = [1.0 if i % 4 < 2 else self.scales[i // 4] for i in range(len(sums))]
-        return [
-            None if dx_ND is None else dx_ND.view(self.input.shape),
-            *[None if total is None else total.finished(s) for total, s in zip(sums, scales, strict=True)],
+            rows = _part(x_ND, tile), _part(dy_ND, tile), None if dx_ND is None else _part(dx_ND, tile)
+            self._backward_tile(needs, projections, rows, sides, tile.start, in_place=in_place)
+        grads = [
+            None if total is None else total.finished(self.scales[i // 4] if i % 4 > 1 else 1.0)
+            for i, total in enumerate(sums)
         ]
+        return [None if dx_ND is None else dx_ND.view(self.input.shape), *grads]
 
     def _backward_tile(
         self,
@@ -181,30 +176,25 @@ class SwigluCall(NamedTuple):
         """
         gate, up, down = projections
         x, dy, dx = rows
-        dy = operand(dy, self.dtype)
+        dy = dy.to(self.dtype)
         down.add_bias(dy)
         if not needs.projections:
             return
         if needs.reads_input or not sides:
-            x = operand(x, self.dtype)
-        if sides:
-            u, g = sides.pop(), sides.pop()
-            if g.dtype != self.dtype:
-                g, u, in_place = g.to(self.dtype), u.to(self.dtype), True
-        else:
-            g, u = gate.output(x, None, start), up.output(x, None, start)
-            in_place = True
-        p: Tensor | None = None
-        grads: list[Tensor | None] = [None, None]
+            x = x.to(self.dtype)
+        in_place = in_place or not sides or sides[0].dtype != self.dtype
+        g, u = (t.to(self.dtype) for t in sides) if sides else (side.output(x, None, start) for side in (gate, up))
+        sides.clear()
+        dg = du = p = None
         if needs.gate or needs.up:
             dp = torch.empty_like(g)
             down.backward(dy, None, dp, start)
-            grads = [
+            dg, du = (
                 None if not needed else side if in_place else torch.empty_like(side)
                 for side, needed in ((g, needs.gate), (u, needs.up))
-            ]
+            )
             p = dp if needs.product else None
-            gated_backward(g, u, dp, self.activation, *grads, p)
+            gated_backward(g, u, dp, self.activation, dg, du, p)
             del dp
         elif needs.product:
             p = g if in_place else torch.empty_like(g)
@@ -213,71 +203,58 @@ class SwigluCall(NamedTuple):
         if p is not None:
             down.backward(dy, p, None, start)
         del p, dy
-        for projection in (gate, up):
-            grad = grads.pop(0)
-            if grad is not None:
-                projection.add_bias(grad)
-                projection.backward(grad, x, dx, start, add=projection is up)
-            del grad
+        if dg is not None:
+            gate.add_bias(dg)
+            gate.backward(dg, x, dx, start)
+        del dg
+        if du is not None:
+            up.add_bias(du)
+            up.backward(du, x, dx, start, add=True)
 
     def _tiles(self) -> list[slice]:
         """Return the rows of each tile, in order; one empty tile if there are no tokens."""
         N = self.tokens
-        step = self.tile_tokens or N
-        if step >= N:
-            return [slice(0, N)]
-        return [slice(start, min(start + step, N)) for start in range(0, N, step)]
+        step = max(1, self.tile_tokens or N)
+        return [slice(start, min(start + step, N)) for start in range(0, max(1, N), step)]
 
     def _projections(self, sums: Sequence[Sum | None] = (None,) * 12) -> list[ProjectionPass]:
         """Return gate, up and down, with the ``sums`` of the gradients of `tensors` but the first."""
         packed = iter(self.packed)
-        weights = [
+        weights: list[Any] = [
             Packed.taken(packed, form, self.dtype) if form else weight
             for form, weight in zip(self.forms.split(","), self.tensors[1::4], strict=True)
         ]
         of_gate, of_up = JOINED[self.joined](self.down_shape[1]) if self.joined else (None, None)
         made = []
         for i, rows in ((0, of_gate), (0 if self.joined else 1, of_up), (2, None)):
-            weight, (bias, a, b) = weights[i], self.tensors[2 + 4 * i : 5 + 4 * i]
-            assert weight is not None
+            bias, a, b = self.tensors[2 + 4 * i : 5 + 4 * i]
             if rows is not None:
-                weight = weight[rows]
                 bias, b = (t if t is None else t[rows] for t in (bias, b))
-            of_weight, of_bias, of_a, of_b = sums[4 * i : 4 * i + 4]
-            adapter = None
-            if a is not None and b is not None:
-                a, b = a.to(self.low_rank_dtype), b.to(self.low_rank_dtype)
-                adapter = LowRank(a, b, self.scales[i], self.dropouts[i], self.seed + i, of_a, of_b, rows)
-            made.append(ProjectionPass(weight, bias, adapter, self.dtype, rows, of_weight, of_bias))
+            a, b = (t if t is None else t.to(self.low_rank_dtype) for t in (a, b))
+            adapter = a, b, self.scales[i], self.dropouts[i], self.seed + i
+            made.append(ProjectionPass(weights[i], bias, *adapter, self.dtype, rows, sums[4 * i : 4 * i + 4]))
         return made
 
-    # The FLOP of the GEMMs, by formula: two per token and element of each weight that is read.
+    # The FLOP of the GEMMs, by formula: two per token and element of each weight that is read. Not of the adapters'.
 
     def project_flop(self) -> int:
         """Return the FLOP of gate and up."""
-        return 2 * self.tokens * sum(sum(projection.sizes) for projection in self._projections()[:2])
+        return 2 * self._flop(self.input.shape[-1])
 
     def output_flop(self, held: Sequence[Tensor]) -> int:
         """Return the FLOP of the output."""
-        output = 2 * self.tokens * sum(self._projections()[2].sizes)
-        return output if held[0].dim() == 2 else output + self.project_flop()
+        return self._flop(self.output_shape[-1]) + (0 if held else self.project_flop())
 
     def gradients_flop(self, wanted: Sequence[bool], _upstream: Tensor, held: Sequence[Tensor]) -> int:
         """Return the FLOP of the gradients that are ``wanted``."""
         needs = self.needs(wanted)
-        if not needs.projections:
-            return 0
-        read = 0
-        for k, projection in enumerate(self._projections()):
-            first = 1 + 4 * (0 if self.joined and k == 1 else k)
-            of_weight, _, of_a, of_b = wanted[first : first + 4]
-            through = wanted[0] if k < 2 else needs.gate or needs.up
-            twice = of_a and through and k == 2  # dy B, before and behind ``act(gate) * up``
-            W, A, B = projection.sizes
-            read += (of_weight + through) * W
-            read += (of_a + of_b + through) * A  # (dy B)^T x; x A^T; (dy B) A
-            read += (of_b + (of_a or through) + twice) * B  # dy^T (x A^T); dy B
-        return 2 * self.tokens * read + (0 if held[0].dim() == 2 else self.project_flop())
+        into = 2 * wanted[0] + wanted[1] * (2 if self.joined else 1) + wanted[5]
+        out = (needs.gate or needs.up) + wanted[9]
+        again = 0 if held or not needs.projections else self.project_flop()
+        return into * self._flop(self.input.shape[-1]) + out * self._flop(self.output_shape[-1]) + again
+
+    def _flop(self, hidden: int) -> int:
+        return 2 * self.tokens * self.down_shape[1] * hidden
 
 
 def _rows(tensor: Tensor) -> Tensor:

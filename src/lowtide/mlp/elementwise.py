@@ -9,8 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowtide.kernel_launch import why_no_triton
+from lowtide.kernel_launch import blocks_of, why_no_triton
 
+BLOCK = 4096  # elements of a program of the kernels
 PIECE = 2**16  # elements: plain PyTorch holds about seven such temporaries in float32, in the CPU's caches
 _TWO_ROOTS = 1.5957691216057308  # 2 sqrt(2 / pi)
 _CUBIC = 0.044715
@@ -19,9 +20,7 @@ _CUBIC = 0.044715
 def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
     """Write ``act(gate) * up`` into ``out``, of any dtype, which may be one of the two; all contiguous [C, F]."""
     if has_kernels(gate.device):
-        from lowtide.mlp.kernels import gated as kernels
-
-        kernels.gated(gate, up, activation, out)
+        _launch("gated", gate, up, out, activation=activation)
         return
     for rows in pieces(gate.shape, gate):
         out[rows] = act(widened(gate[rows]), activation).mul_(up[rows])
@@ -34,9 +33,7 @@ def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *int
     [C, F], of one dtype.
     """
     if has_kernels(gate.device):
-        from lowtide.mlp.kernels import gated as kernels
-
-        kernels.gated_backward(gate, up, grad, activation, *into)
+        _launch("gated_backward", gate, up, grad, *into, activation=activation)
         return
     gate_grad, up_grad, product = into
     for rows in pieces(gate.shape, gate):
@@ -44,10 +41,18 @@ def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *int
         activated = act(a, activation)
         of_gate = None if gate_grad is None else act_backward(dp * u, a, activation)
         of_up = None if up_grad is None else dp * activated
-        p = None if product is None else activated.mul_(u)
-        for place, value in ((gate_grad, of_gate), (up_grad, of_up), (product, p)):  # written last: they may be inputs
+        for place, value in ((gate_grad, of_gate), (up_grad, of_up), (product, activated.mul_(u))):  # may be inputs
             if place is not None and value is not None:
                 place[rows] = value
+
+
+def _launch(kernel: str, gate: Tensor, *others: Tensor | None, activation: str) -> None:
+    from lowtide.mlp import kernels
+
+    if n := gate.numel():
+        getattr(kernels, kernel)[(blocks_of(n, BLOCK),)](
+            gate, *others, n, ACTIVATION=activation, WIDE=kernels.wide(gate), BLOCK=BLOCK, num_warps=8
+        )
 
 
 @cache

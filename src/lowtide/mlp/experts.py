@@ -11,13 +11,50 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
+from lowtide.kernel_launch import blocks_of, power_of_2
 from lowtide.mlp.call import JOINED, Needs
 from lowtide.mlp.elementwise import act, act_backward, has_kernels, pieces, widened
-from lowtide.mlp.groups import Form, Groups, Inner, Pairs, inverse_of, sorted_by_expert
 from lowtide.mlp.operators import Operators
 from lowtide.mlp.projection import multiply
 from lowtide.mlp.swiglu import check_level
+
+COLUMNS = 1024  # of a program of the kernels
+_ALIGNED = 16  # bytes, of each stride of an operand of PyTorch's grouped GEMM
+_NARROW = 8  # columns: a sum over the rows of a group is a GEMM with so many columns
+
+
+class Form(NamedTuple):
+    """What an expert computes between its GEMMs: ``h = act(g) (u + shift)``.
+
+    g is gate, at most ``limit``, and u is up, from ``-limit`` to ``limit``. act is ``g sigmoid(alpha g)`` for
+    ``"silu"``, and ``"gelu_tanh"`` has no alpha.
+    """
+
+    activation: str
+    limit: float = math.inf
+    alpha: float = 1.0
+    shift: float = 0.0
+    joined: str = "gate first"  # where gate and up are among the 2F columns: a key of `JOINED`
+
+
+class Inner(NamedTuple):
+    """Gate and up of all rows, without their bias."""
+
+    gate_up: Tensor  # [S, 2F]
+    bias: Tensor | None  # [E, 2F]
+    expert: Tensor  # [S], int32: the expert of each row, E for rows of none
+    experts: int  # E
+    form: Form
+
+
+class Pairs(NamedTuple):
+    """The pairs of each token and one of its experts."""
+
+    inverse: Tensor  # [T, K], int32: the row of each
+    ids: Tensor  # [T, K], int64: its expert, E for those that add nothing
+    experts: int  # E
 
 
 class ExpertsCall(NamedTuple):
@@ -41,28 +78,17 @@ class ExpertsCall(NamedTuple):
     joined: str
 
     @property
-    def input(self) -> Tensor:
+    def input(self) -> Any:
         """Return x."""
-        return self.of(0)
-
-    def of(self, i: int) -> Tensor:
-        """Return a tensor that is not None."""
-        tensor = self.tensors[i]
-        assert tensor is not None
-        return tensor
+        return self.tensors[0]
 
     @property
-    def rows(self) -> int:
-        """Return S."""
-        return math.prod(self.of(1).shape)
-
-    @property
-    def output_shape(self) -> Sequence[int]:
+    def output_shape(self) -> Any:
         """Return the shape [T, D] of the output."""
         return self.input.shape
 
     @property
-    def output_dtype(self) -> torch.dtype:
+    def output_dtype(self) -> Any:
         """Return the dtype of the output."""
         return self.input.dtype
 
@@ -74,21 +100,22 @@ class ExpertsCall(NamedTuple):
 
     def empty_projections(self) -> list[Tensor]:
         """Return memory for gate and up of all rows [S, 2F]."""
-        return [self.input.new_empty(self.rows, self.of(2).shape[2 if self.transposed else 1], dtype=self.dtype)]
+        tensors: Any = self.tensors
+        width = tensors[2].shape[2 if self.transposed else 1]
+        return [self.input.new_empty(math.prod(tensors[1].shape), width, dtype=self.dtype)]
 
     def project(self) -> list[Tensor]:
         """Return gate and up of all rows [S, 2F], without their bias."""
         return [_Pass(self).project()]
 
     def output(self, held: Sequence[Tensor]) -> Tensor:
-        """Return the output [T, D] from gate and up, or if these are empty from the input."""
-        (gate_up,) = held
+        """Return the output [T, D] from gate and up, or if there are none from the input."""
         run = _Pass(self)
-        inner = run.inner(gate_up if gate_up.dim() == 2 else run.project())
-        h = inner.gate_up.new_empty(self.rows, inner.gate_up.shape[1] // 2)
+        inner = run.inner(held[0] if held else run.project())
+        h = inner.gate_up.new_empty(len(inner.expert), inner.gate_up.shape[1] // 2)
         gated_rows(inner, h)
-        del inner, gate_up
-        y = run.groups.times(h, run.down)
+        del inner
+        y = run.groups.times(h, run.weight(3))
         del h
         return run.combined(y, run.routing, run.down_bias)
 
@@ -98,27 +125,24 @@ class ExpertsCall(NamedTuple):
         """Return the gradients of `tensors` in their shapes and dtypes, None for those that are not ``wanted``.
 
         ``upstream`` is the output's gradient [T, D]; ``held`` gate and up [S, 2F], which may be overwritten
-        ``in_place``, or an empty tensor if forward did not save them. The list is emptied, so that their memory can be
-        freed.
+        ``in_place``, or nothing if forward did not save them. The list is emptied, so that their memory can be freed.
         """
         run, needs = _Pass(self), self.needs(wanted)
         of_x, of_routing, of_gate_up, of_down, of_gate_up_bias, of_down_bias, *_ = wanted
         grads: list[Tensor | None] = [None] * len(wanted)
-        gate_up = held.pop()
         dy = upstream.to(self.dtype)
         dy_rows = run.gathered(dy)
         factors = run.routing.reshape(-1)[run.order]
         if of_down_bias:
             grads[5] = run.groups.sums(dy_rows, factors)
         if needs.projections:
-            if gate_up.dim() != 2:
-                gate_up, in_place = run.project(), True
-            dh = run.groups.times(dy_rows, run.down.transpose(1, 2))
-            inner = run.inner(gate_up)
+            in_place = in_place or not held
+            gate_up = held.pop() if held else run.project()
+            dh = run.groups.times(dy_rows, run.weight(3).transpose(1, 2))
             of_inner = None if not needs.gate else gate_up if in_place else torch.empty_like(gate_up)
-            dots = gate_up.new_empty(self.rows, dtype=run.wide) if of_routing else None
-            gated_rows_backward(inner, dh, factors, (of_inner, dh if of_down else None, dots))
-            del inner, gate_up
+            dots = gate_up.new_empty(len(factors), dtype=run.wide) if of_routing else None
+            gated_rows_backward(run.inner(gate_up), dh, factors, (of_inner, dh if of_down else None, dots))
+            del gate_up
             if of_down:
                 grads[3] = run.weight_grad(dh, dy_rows)
             del dh, dy_rows
@@ -130,8 +154,9 @@ class ExpertsCall(NamedTuple):
                 if of_gate_up:
                     grads[2] = run.weight_grad(run.gathered(self.input), of_inner)
                 if of_x:
-                    grads[0] = run.combined(run.groups.times(of_inner, run.gate_up.transpose(1, 2)), None, None)
-        return [None if g is None else g.to(self.of(i).dtype) for i, g in enumerate(grads)]
+                    grads[0] = run.combined(run.groups.times(of_inner, run.weight(2).transpose(1, 2)), None, None)
+        tensors: Any = self.tensors
+        return [None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
 
     # The FLOP of the GEMMs: two per row and element of an expert's weight.
 
@@ -141,43 +166,32 @@ class ExpertsCall(NamedTuple):
 
     def output_flop(self, held: Sequence[Tensor]) -> int:
         """Return the FLOP of the output."""
-        return self._flop(3) + (0 if held[0].dim() == 2 else self.project_flop())
+        return self._flop(3) + (0 if held else self._flop(2))
 
     def gradients_flop(self, wanted: Sequence[bool], _upstream: Tensor, held: Sequence[Tensor]) -> int:
         """Return the FLOP of the gradients that are ``wanted``."""
         needs = self.needs(wanted)
-        recomputed = needs.projections and held[0].dim() != 2
         of_down = (needs.gate or wanted[1]) + wanted[3]
-        return of_down * self._flop(3) + (recomputed + wanted[0] + wanted[2]) * self._flop(2)
+        return of_down * self._flop(3) + ((needs.projections and not held) + wanted[0] + wanted[2]) * self._flop(2)
 
     def _flop(self, weight: int) -> int:
-        return 2 * self.rows * math.prod(self.of(weight).shape[1:])
+        tensors: Any = self.tensors
+        return int(2 * math.prod(tensors[1].shape) * math.prod(tensors[weight].shape[1:]))
 
 
 class _Pass:
     """A call's rows and weights as the GEMMs read them, during one pass."""
 
     def __init__(self, call: ExpertsCall) -> None:
-        self._call = call
-        tensors: Sequence[Any] = call.tensors
-        self._x, self.routing, self._gate_up, self._down, self._gate_up_bias, self.down_bias = tensors[:6]
-        ids, self.order, ends = tensors[6:]
+        self._call, self._tensors = call, list[Any](call.tensors)
+        self._x, self.routing, _, _, self._gate_up_bias, self.down_bias, ids, self.order, ends = self._tensors
         self._experts, self.groups = len(ends), Groups(ends)
         self._ids = ids.long().clamp(max=len(ends)).contiguous()  # [T, K]
         self.wide = torch.promote_types(call.dtype, torch.float32)
 
-    @property
-    def gate_up(self) -> Tensor:
-        """Return the matrices from the input to gate and up [E, D, 2F]."""
-        return self._operand(self._gate_up)
-
-    @property
-    def down(self) -> Tensor:
-        """Return the matrices from h to the output [E, F, D]."""
-        return self._operand(self._down)
-
-    def _operand(self, weight: Tensor) -> Tensor:
-        weight = weight.to(self._call.dtype)
+    def weight(self, i: int) -> Tensor:
+        """Return the matrices from the input to gate and up [E, D, 2F], or from h to the output [E, F, D]."""
+        weight: Tensor = self._tensors[i].to(self._call.dtype)
         return weight if self._call.transposed else weight.transpose(1, 2)
 
     def weight_grad(self, into: Tensor, out: Tensor) -> Tensor:
@@ -191,7 +205,7 @@ class _Pass:
 
     def project(self) -> Tensor:
         """Return gate and up [S, 2F], without their bias."""
-        return self.groups.times(self.gathered(self._x), self.gate_up)
+        return self.groups.times(self.gathered(self._x), self.weight(2))
 
     def inner(self, gate_up: Tensor) -> Inner:
         """Return gate and up with all that tells what is computed from them."""
@@ -220,9 +234,7 @@ class _Pass:
 def gated_rows(inner: Inner, out: Tensor) -> None:
     """Write ``h = act(g) (u + shift)`` of each row into ``out`` [S, F]; rows of no expert get any values."""
     if has_kernels(out.device):
-        from lowtide.mlp.kernels import experts as kernels
-
-        kernels.gated_rows(inner, out)
+        _launch("gated_rows", inner, out)
         return
     for rows in pieces(inner.gate_up.shape, out):
         g, u, _ = _gate_and_up(inner, rows)
@@ -239,9 +251,7 @@ def gated_rows_backward(
     ``h . grad`` [S]. Rows of no expert get any values.
     """
     if has_kernels(grad.device):
-        from lowtide.mlp.kernels import experts as kernels
-
-        kernels.gated_rows_backward(inner, grad, factors, into)
+        _launch("gated_rows_backward", inner, grad, factors, *into)
         return
     of_inner, product, dots = into
     form = inner.form
@@ -262,6 +272,21 @@ def gated_rows_backward(
             of_inner[rows, up_at] = torch.where(passes[1], activated.mul_(dh), 0.0)
 
 
+def _launch(kernel: str, inner: Inner, of_rows: Tensor, *others: Tensor | None) -> None:
+    """Run a kernel, a program for each of the rows [S, F]."""
+    from lowtide.mlp import kernels
+
+    form, (S, F) = inner.form, of_rows.shape
+    gate, up = JOINED[form.joined](F)
+    if of_rows.numel():
+        getattr(kernels, kernel)[(S,)](
+            inner.gate_up, inner.bias, inner.expert, of_rows, *others, inner.experts, F, gate.start, up.start,
+            gate.step or 1, ACTIVATION=form.activation, LIMIT=None if math.isinf(form.limit) else form.limit,
+            ALPHA=form.alpha, SHIFT=form.shift, WIDE=kernels.wide(inner.gate_up), BLOCK=min(COLUMNS, power_of_2(F)),
+            num_warps=4,
+        )  # fmt: skip
+
+
 def combined(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return each token's sum over its pairs of ``factor (row + bias)`` [T, D], in ``dtype``.
 
@@ -270,9 +295,14 @@ def combined(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | 
     (T, K), D = pairs.ids.shape, rows.shape[1]
     out = rows.new_empty(T, D, dtype=dtype)
     if has_kernels(rows.device):
-        from lowtide.mlp.kernels import experts as kernels
+        from lowtide.mlp import kernels
 
-        kernels.combine(rows, pairs, factors, bias, out)
+        if out.numel():
+            block = min(COLUMNS, power_of_2(D))
+            kernels.combine[(T, blocks_of(D, block))](
+                rows, pairs.inverse, pairs.ids, factors, bias, out, pairs.experts, K, D, WIDE=kernels.wide(rows),
+                BLOCK=block, num_warps=4,
+            )  # fmt: skip
         return out
     for tokens in pieces((T, D * K), rows):
         ids, picked = pairs.ids[tokens], widened(rows[pairs.inverse[tokens]])
@@ -305,9 +335,87 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return the order of the pairs ``ids`` [T, K] by expert, and where each expert's rows end, int32 [S] and [E].
+
+    Pairs of one expert stay in their order. Nothing waits for the device.
+    """
+    # Few bits make the sort short. An id above the last expert stays above it.
+    keys = ids.reshape(-1).clamp(max=experts).to(torch.int16 if experts < 2**15 else torch.int64)
+    keys, order = torch.sort(keys, stable=True)
+    every = torch.arange(experts, device=ids.device, dtype=keys.dtype)
+    return order.to(torch.int32), torch.searchsorted(keys, every, right=True, out_int32=True)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Return the place of each pair among the sorted rows, int32 [S]."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device, dtype=order.dtype)
+    return inverse
+
+
+class Groups:
+    """Rows [S, .] sorted by expert, of which those of expert e end at ``ends[e]``.
+
+    A GEMM of all groups is PyTorch's grouped GEMM on CUDA, in bfloat16 with sizes of whole 16 bytes. In other cases it
+    is one GEMM for each expert that has rows, and the host has to read ``ends``.
+    """
+
+    def __init__(self, ends: Tensor) -> None:
+        self._ends = ends
+        self._read: list[int] | None = None
+
+    def times(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Return the rows [S, in] of each group times its expert's matrix of ``weight`` [E, in, out]."""
+        if _has_grouped(rows, weight):
+            return grouped_mm(rows, weight, offs=self._ends)
+        out = rows.new_empty(rows.shape[0], weight.shape[2])
+        for e, group in self._groups():
+            torch.mm(rows[group], weight[e], out=out[group])
+        return out
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left^T right`` [E, M, N] of each group, from rows [S, M] and [S, N]; 0 for a group without rows."""
+        if _has_grouped(left, right):
+            return grouped_mm(left.T, right, offs=self._ends)
+        out = left.new_zeros(self._ends.shape[0], left.shape[1], right.shape[1])
+        for e, group in self._groups():
+            torch.mm(left[group].T, right[group], out=out[e])
+        return out
+
+    def sums(self, rows: Tensor, factors: Tensor | None = None) -> Tensor:
+        """Return the sum of each group's rows [E, N], each times its factor of ``factors`` [S]."""
+        columns = rows.new_ones(1, 1) if factors is None else factors.to(rows.dtype)[:, None]
+        return self.outer(rows, columns.expand(rows.shape[0], _NARROW).contiguous())[..., 0].contiguous()
+
+    def _groups(self) -> list[tuple[int, slice]]:
+        """Return each expert that has rows, and where they are."""
+        if self._read is None:
+            self._read = self._ends.tolist()
+        starts = (0, *self._read[:-1])
+        spans = zip(starts, self._read, strict=True)
+        return [(e, slice(start, end)) for e, (start, end) in enumerate(spans) if end > start]
+
+
+def _has_grouped(*operands: Tensor) -> bool:
+    """Return whether PyTorch's grouped GEMM takes these operands without a loop of its own."""
+    if not operands[0].is_cuda or operands[0].dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(operands[0].device) < (9, 0):
+        return False
+    return all(_is_aligned(operand) for operand in operands)
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    """Return whether all sizes of an operand but its first, its strides and its start are whole 16 bytes."""
+    wide = [stride for stride in operand.stride()[-2:] if stride != 1]
+    numbers = (*operand.shape[1:], *operand.stride()[:-2], *wide, operand.storage_offset())
+    return len(wide) == 1 and operand.numel() > 0 and all(n * operand.element_size() % _ALIGNED == 0 for n in numbers)
+
+
 # Gate and up [S, 2F], and the output [T, D].
 _EXPERTS = Operators(
-    "experts", "fused experts", "run the stock experts: lowtide.unpatch(model)", ExpertsCall, tensors=9, held=1
+    "experts", "fused experts", "run the stock experts: lowtide.unpatch(model)", ExpertsCall, tensors=9
 )
 
 

@@ -17,8 +17,7 @@ from lowtide.arguments import (
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.mlp.call import SwigluCall
 from lowtide.mlp.operators import Operators
-from lowtide.mlp.packed import Packed
-from lowtide.mlp.projection import Projection
+from lowtide.mlp.projection import Packed, Projection
 
 _GATHER = (
     "Inside FSDP2, wrap the module that calls this (lowtide.nn.SwiGLU, the MLP or the layer), not its projections: the"
@@ -30,7 +29,7 @@ _WRITTEN_OUT = (
     " * torch.nn.functional.linear(input, up_weight), down_weight)"
 )
 # Gate and up [N, F], and the output [..., D].
-_SWIGLU = Operators("swiglu", "swiglu_mlp", f"write it out: {_WRITTEN_OUT}", SwigluCall, tensors=13, held=2)
+_SWIGLU = Operators("swiglu", "swiglu_mlp", f"write it out: {_WRITTEN_OUT}", SwigluCall, tensors=13)
 
 
 def swiglu_mlp(
@@ -139,9 +138,9 @@ def adapted_mlp(
     forms, scales, dropouts = [], [], []
     dtype = None  # of weights in 4 bits
     for projection in (gate, up, down):
-        weight, bias, adapter = (None, None, None) if projection is None else projection
+        weight, bias, adapter = projection or (None, None, None)
         # float(), and no defaults of `Projection`: see `lowtide.mlp.operators.Operators.run` on numbers
-        a, b, scale, dropout = (None, None, 1.0, 0.0) if adapter is None else adapter
+        a, b, scale, dropout = adapter or (None, None, 1.0, 0.0)
         form = ""
         if type(weight) is Packed:
             form, dtype = weight.form, weight.dtype
@@ -154,8 +153,8 @@ def adapted_mlp(
     side = next((a for a in tensors[3::4] if a is not None), input)
     seed = int(torch.randint(2**48, (), device="cpu")) if any(dropouts) else 0
     call = SwigluCall(
-        tensors, operand_dtype(input) if dtype is None else dtype, activation, check_level(checkpoint_level),
-        check_tile(tile_tokens), joined, packed, ",".join(forms), operand_dtype(side), scales, dropouts, seed,
+        tensors, dtype or operand_dtype(input), activation, check_level(checkpoint_level), check_tile(tile_tokens),
+        joined, packed, ",".join(forms), operand_dtype(side), scales, dropouts, seed,
     )  # fmt: skip
     y = _SWIGLU.run(call)
     return y if dtype is None else y.to(input.dtype)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.mlp.packed import Weight
-from lowtide.mlp.projection import Adapter, Projection
+from lowtide.mlp.projection import Adapter, Projection, Weight
 from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.four_bit import is_four_bit, packed_weight, why_not_packed
 from lowtide.models.instance import BASE, children_of, is_code_of, parameters_of

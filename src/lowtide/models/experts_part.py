@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lowtide.arguments import FLOATS, is_autocast_on, operand_dtype
 from lowtide.distributed.zero import shape_of
 from lowtide.mlp.call import JOINED
-from lowtide.mlp.experts import experts_mlp
-from lowtide.mlp.groups import Form
+from lowtide.mlp.experts import Form, experts_mlp
 from lowtide.models import probe
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
 from lowtide.models.instance import children_beside, parameters_of, with_fused

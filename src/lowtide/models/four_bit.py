@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.mlp.packed import Packed
+from lowtide.mlp.projection import Packed
 from lowtide.models.eligibility import plain_class
 from lowtide.models.instance import is_code_of
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide.layers.pairs import PAIRS
-from lowtide.layers.rope import checked_rotary, why_not_rotary
+from lowtide.layers.rope import PAIRS, checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import (
     PROBED,

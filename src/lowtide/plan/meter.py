@@ -144,7 +144,7 @@ def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> i
         call = SwigluCall(*args[: len(SwigluCall._fields)])
         narrow = call.dtype.itemsize
         backward = name.endswith("backward")
-        scratch = tensors[given[-1].dim() == 2] * call.tokens * call.down_shape[1] * narrow
+        scratch = tensors[bool(args[-1])] * call.tokens * call.down_shape[1] * narrow
         weights = [x for x in call.tensors[1::4] if x is not None]
         if call.input.dtype.itemsize > narrow:  # autocast's copies of the weights, of the input and its gradient
             scratch += narrow * (sum(w.numel() for w in weights) + (1 + backward) * call.input.numel())
@@ -155,7 +155,7 @@ def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> i
     if rows := _ROWS.get(name):
         (x, _, _, down, _, _, ids, *_), *_ = args
         D = x.shape[-1]
-        of_row = rows[given[-1].dim() == 2](D, down[0].numel() // D)
+        of_row = rows[bool(args[-1])](D, down[0].numel() // D)
         return int(ids.numel() * of_row * x.element_size())
     if name == _SOFTMAX_BACKWARD:
         return given[0].nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.mlp import experts
-from lowtide.mlp.groups import Form, Inner, Pairs, inverse_of, sorted_by_expert
-from lowtide.mlp.kernels import experts as kernels
+from lowtide.mlp.experts import Form, Inner, Pairs, inverse_of, sorted_by_expert
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
 from support import assert_near, every_pair
 
@@ -24,15 +24,16 @@ E = 4
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 
 
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`experts` itself is the reference, which other tests compare with every pair on its own."""
-    monkeypatch.setattr(experts, "has_kernels", lambda _: False)
-
-
 @pytest.fixture(params=[8, 1024])
 def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "BLOCK", request.param)
+    monkeypatch.setattr(experts, "COLUMNS", request.param)
+
+
+def by(kernels: bool, function: str, *args: Any) -> Any:
+    """Run it by its kernel, or in plain PyTorch, which other tests compare with every pair on its own."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(experts, "has_kernels", lambda _: kernels)
+        return getattr(experts, function)(*args)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -52,8 +53,8 @@ def test_rows(dtype: torch.dtype, form: Form, sizes: tuple[int, int], bias: bool
     S, F = sizes
     inner = inner_of(S, F, dtype, form, bias)
     got, want = (torch.full((S, F), torch.nan, device=DEVICE, dtype=dtype) for _ in range(2))
-    kernels.gated_rows(inner, got)
-    experts.gated_rows(inner, want)
+    by(True, "gated_rows", inner, got)
+    by(False, "gated_rows", inner, want)
     torch.testing.assert_close(got, want, rtol=ROUNDING[dtype], atol=1e-6)
 
 
@@ -65,10 +66,11 @@ def test_gradients_over_what_they_are_made_of(dtype: torch.dtype, form: Form, bi
     factors = random(S, dtype=torch.float32, seed=3)
     for flags in itertools.product((False, True), repeat=3):
         results = []
-        for run in (kernels.gated_rows_backward, experts.gated_rows_backward):
+        for kernels in (True, False):
             inner, grad = inner_of(S, F, dtype, form, bias), random(S, F, dtype=dtype, seed=2)
             into = (inner.gate_up, grad, torch.full((S,), torch.nan, device=DEVICE, dtype=wide))
-            run(inner, grad, factors, tuple(t if flag else None for t, flag in zip(into, flags, strict=True)))
+            wanted = tuple(t if flag else None for t, flag in zip(into, flags, strict=True))
+            by(kernels, "gated_rows_backward", inner, grad, factors, wanted)
             results.append([t[:E] for t in into])  # other rows are nobody's
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=ROUNDING[dtype], atol=2e-6, equal_nan=True)
@@ -85,9 +87,7 @@ def test_sums_over_a_tokens_experts(dtype: torch.dtype, scaled: bool, bias: bool
     rows[int(ends[-1]) :] = torch.nan  # no GEMM has written them
     factors = random(T, K, dtype=dtype, seed=1) if scaled else None
     own = random(E, D, dtype=dtype, seed=2) if bias else None
-    got = torch.full((T, D), torch.nan, device=DEVICE, dtype=dtype)
-    kernels.combine(rows, pairs, factors, own, got)
-    want = experts.combined(rows, pairs, factors, own, dtype)
+    got, want = (by(kernels, "combined", rows, pairs, factors, own, dtype) for kernels in (True, False))
     torch.testing.assert_close(got, want, rtol=ROUNDING[dtype], atol=1e-2 if dtype.itemsize == 2 else 1e-6)
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.mlp.kernels.gated import BLOCK, gated, gated_backward
+from lowtide.mlp import elementwise
+from lowtide.mlp.elementwise import BLOCK, gated, gated_backward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float64, torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -19,6 +20,11 @@ ACTIVATIONS = ["silu", "gelu_tanh"]
 ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "has_kernels", lambda _: True)
 
 
 def act(gate: Tensor, activation: str) -> Tensor:

@@ -1,21 +1,69 @@
-"""What is between the experts' GEMMs, one pass over memory each, in float32 (float64 for float64) inside.
+"""Triton kernels of what is between the GEMMs, one pass over memory each. Imported where they run.
 
-A program takes one of the S rows, or a part of one of the T tokens. F intermediate size, D hidden size.
+They compute in float32 (float64 for float64). Both activations are ``a sigmoid(w(a))``: SiLU with ``w = a``, GELU's
+tanh approximation with ``w = 2 sqrt(2 / pi) (a + 0.044715 a^3)``, as 1 + tanh(z) is 2 sigmoid(2 z), which does not
+cancel. So with ``s = sigmoid(w)`` either derivative is ``s (1 + (1 - s) a w')``. An element's inputs are read before
+its results are written. F intermediate size, D hidden size.
 """
-
-import math
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, float64
 
-from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
-from lowtide.mlp.call import JOINED
-from lowtide.mlp.groups import Inner, Pairs
-from lowtide.mlp.kernels.gated import sigmoid, wide
+from lowtide.kernel_launch import Launcher
 
-BLOCK = 1024  # columns
-WARPS = 4
+_TWO_ROOTS = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sigmoid(a, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return ``s = sigmoid(w(a))`` and ``a w'(a)``."""
+    w = a
+    bend = a
+    if ACTIVATION == "gelu_tanh":
+        # s is 0 or 1 outside, where a^3 would not stay finite; tl.clamp keeps NaN, but has no code for float64
+        c = tl.where(a > 64.0, 64.0, tl.where(a < -64.0, -64.0, a))
+        w = _TWO_ROOTS * c * (1.0 + _CUBIC * c * c)
+        bend = _TWO_ROOTS * c * (1.0 + 3.0 * _CUBIC * c * c)
+    return 1.0 / (1.0 + tl.exp(-w)), bend
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def gated(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, out_ptr, n, ACTIVATION: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write ``act(gate) * up``."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    a = tl.load(gate_ptr + at, mask=inside, other=0.0).to(WIDE)
+    u = tl.load(up_ptr + at, mask=inside, other=0.0).to(WIDE)
+    s, _ = _sigmoid(a, ACTIVATION)
+    tl.store(out_ptr + at, (a * s * u).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def gated_backward(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, dp_ptr, dgate_ptr, dup_ptr, p_ptr, n,
+    ACTIVATION: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of gate and up, and ``act(gate) * up``: those whose pointer is not None."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    a = tl.load(gate_ptr + at, mask=inside, other=0.0).to(WIDE)
+    u = tl.load(up_ptr + at, mask=inside, other=0.0).to(WIDE)
+    dp = tl.load(dp_ptr + at, mask=inside, other=0.0).to(WIDE)
+    s, bend = _sigmoid(a, ACTIVATION)
+    act = a * s
+    if dgate_ptr is not None:
+        dgate = dp * u * (s * (1.0 + (1.0 - s) * bend))
+        tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    if dup_ptr is not None:
+        tl.store(dup_ptr + at, (dp * act).to(dup_ptr.dtype.element_ty), mask=inside)
+    if p_ptr is not None:
+        tl.store(p_ptr + at, (act * u).to(p_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,11 +88,12 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated_rows(  # type: ignore[no-untyped-def]
+def gated_rows(  # type: ignore[no-untyped-def]
     gate_up_ptr, bias_ptr, expert_ptr, out_ptr, E, F, gate_first, up_first, step,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write ``h = act(g) (u + SHIFT)`` of one of S rows."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.minimum(tl.load(expert_ptr + row), E - 1).to(tl.int64) * 2 * F
     for start in range(0, F, BLOCK):
@@ -54,17 +103,18 @@ def _gated_rows(  # type: ignore[no-untyped-def]
             gate_up_ptr + row * 2 * F, bias_ptr, expert, gate_first + column * step, up_first + column * step, inside,
             LIMIT, WIDE,
         )  # fmt: skip
-        s, _ = sigmoid(g * ALPHA, ACTIVATION)
+        s, _ = _sigmoid(g * ALPHA, ACTIVATION)
         tl.store(out_ptr + row * F + column, (g * s * (u + SHIFT)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated_rows_backward(  # type: ignore[no-untyped-def]
+def gated_rows_backward(  # type: ignore[no-untyped-def]
     gate_up_ptr, bias_ptr, expert_ptr, grad_ptr, factor_ptr, of_inner_ptr, product_ptr, dots_ptr, E, F, gate_first,
     up_first, step, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write what backward needs of one of S rows: what is not None."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.minimum(tl.load(expert_ptr + row), E - 1).to(tl.int64) * 2 * F
     w = tl.load(factor_ptr + row).to(WIDE)
@@ -78,7 +128,7 @@ def _gated_rows_backward(  # type: ignore[no-untyped-def]
             gate_up_ptr + row * 2 * F, bias_ptr, expert, gate_at, up_at, inside, LIMIT, WIDE
         )
         dh = tl.load(grad_ptr + row * F + column, mask=inside, other=0.0).to(WIDE)
-        s, bend = sigmoid(g * ALPHA, ACTIVATION)
+        s, bend = _sigmoid(g * ALPHA, ACTIVATION)
         act = g * s
         shifted = u + SHIFT
         if dots_ptr is not None:
@@ -101,9 +151,10 @@ def _gated_rows_backward(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _combine(  # type: ignore[no-untyped-def]
+def combine(  # type: ignore[no-untyped-def]
     rows_ptr, inverse_ptr, id_ptr, factor_ptr, bias_ptr, out_ptr, E, K, D, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Write a part of the sum of one token's experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
@@ -122,47 +173,6 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_rows(inner: Inner, out: Tensor) -> None:
-    """As `lowtide.mlp.experts.gated_rows`."""
-    S, F = out.shape
-    if out.numel():
-        _gated_rows[(S,)](
-            inner.gate_up, inner.bias, inner.expert, out, inner.experts, F, *_places(inner, F), **_constants(inner, F)
-        )
-
-
-def gated_rows_backward(
-    inner: Inner, grad: Tensor, factors: Tensor, into: tuple[Tensor | None, Tensor | None, Tensor | None]
-) -> None:
-    """As `lowtide.mlp.experts.gated_rows_backward`: an element's inputs are read before its results are written."""
-    S, F = grad.shape
-    if grad.numel():
-        _gated_rows_backward[(S,)](
-            inner.gate_up, inner.bias, inner.expert, grad, factors, *into, inner.experts, F, *_places(inner, F),
-            **_constants(inner, F),
-        )  # fmt: skip
-
-
-def combine(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    """As `lowtide.mlp.experts.combined`, into ``out`` [T, D]."""
-    (T, K), D = pairs.ids.shape, out.shape[1]
-    if out.numel():
-        block = min(BLOCK, power_of_2(D))
-        _combine[(T, blocks_of(D, block))](
-            rows, pairs.inverse, pairs.ids, factors, bias, out, pairs.experts, K, D, WIDE=wide(rows), BLOCK=block,
-            num_warps=WARPS,
-        )  # fmt: skip
-
-
-def _places(inner: Inner, F: int) -> tuple[int, int, int]:
-    """Return the columns of the first gate and the first up, and the step from each to the next."""
-    gate, up = JOINED[inner.form.joined](F)
-    return gate.start, up.start, gate.step or 1
-
-
-def _constants(inner: Inner, F: int) -> dict[str, object]:
-    form = inner.form
-    return {
-        "ACTIVATION": form.activation, "LIMIT": None if math.isinf(form.limit) else form.limit, "ALPHA": form.alpha,
-        "SHIFT": form.shift, "WIDE": wide(inner.gate_up), "BLOCK": min(BLOCK, power_of_2(F)), "num_warps": WARPS,
-    }  # fmt: skip
+def wide(tensor: Tensor) -> tl.dtype:
+    """Return the dtype that a kernel computes in."""
+    return tl.float64 if tensor.dtype == float64 else tl.float32

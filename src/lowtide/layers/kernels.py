@@ -1,16 +1,69 @@
-"""Rotary position embedding of queries and keys by one kernel, forward and backward.
+"""Triton kernels of norms and rotations, one pass forward and one pass backward each. Imported where they run.
 
-B batch, T positions, H heads of queries or keys, d size of a head, of which the first r are rotated.
+N rows, D columns, a row in one program's registers; each of a norm's P programs of backward leaves one row of partial
+sums. B batch, T positions, H heads of queries or keys, d size of a head, of which the first r are rotated.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lowtide.kernel_launch import Launcher, power_of_2
-from lowtide.layers.pairs import Pairs
+from lowtide.kernel_launch import Launcher
 
-TILE = 1024  # values of half a tile
+
+@Launcher
+@triton.jit(do_not_specialize=["N", "eps", "offset"])  # type: ignore[untyped-decorator]
+def rms_norm(  # type: ignore[no-untyped-def]
+    x_ptr, x_stride, residual_ptr, residual_stride, sum_ptr, weight_ptr, out_ptr, rstd_ptr, N, D, eps, offset,
+    ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise ROWS rows, or their sum with the residual, which is rounded to its dtype and stored first."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < N)[:, None] & (column < D)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    here = row[:, None] * D + column[None, :]
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + here, x, mask=inside)
+    wide = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < N)
+    normed = wide * rstd[:, None]
+    if ROUND:
+        normed = normed.to(x.dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32) + offset
+    tl.store(out_ptr + here, (normed * weight[None, :]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["N", "offset"])  # type: ignore[untyped-decorator]
+def rms_norm_backward(  # type: ignore[no-untyped-def]
+    g_ptr, g_stride, g_sum_ptr, g_sum_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, N, D, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of rows, and the partial sums of the weight's, of every P-th tile of ROWS rows."""
+    column = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < N)[:, None] & (column < D)[None, :]
+        g = tl.load(g_ptr + row[:, None] * g_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < N, other=0.0)[:, None]
+        normed = x * rstd
+        if partial_ptr is not None:
+            dw += g * normed
+        if dx_ptr is not None:
+            g *= weight[None, :]
+            dx = rstd * (g - normed * (tl.sum(g * normed, 1) / D)[:, None])
+            if g_sum_ptr is not None:
+                at = row[:, None] * g_sum_stride + column[None, :]
+                dx += tl.load(g_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + row[:, None] * D + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + tl.program_id(0) * D + column, tl.sum(dw, 0), mask=column < D)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,7 +105,7 @@ def _heads(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotary(  # type: ignore[no-untyped-def]
+def rotary(  # type: ignore[no-untyped-def]
     q_ptr, q_stride_b, q_stride_h, q_stride_t, k_ptr, k_stride_b, k_stride_h, k_stride_t,
     q_out_ptr, q_out_stride_b, q_out_stride_h, q_out_stride_t, k_out_ptr, k_out_stride_b, k_out_stride_h,
     k_out_stride_t, cos_ptr, cos_stride_b, cos_stride_t, sin_ptr, sin_stride_b, sin_stride_t, T, Hq, Hk, half, d,
@@ -60,6 +113,7 @@ def _rotary(  # type: ignore[no-untyped-def]
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
     BACKWARDS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
+    """Rotate all heads of the queries and of the keys of one token."""
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     column = tl.arange(0, HALF)
@@ -81,29 +135,4 @@ def _rotary(  # type: ignore[no-untyped-def]
         k_ptr + b * k_stride_b + t * k_stride_t, k_stride_h, k_out_ptr + b * k_out_stride_b + t * k_out_stride_t,
         k_out_stride_h, Hk, half, d, apart, out_apart, cos_1, cos_2, sin_1, sin_2, STEP, OUT_STEP, K_HEADS, HALF, REST,
         INVERSE, LAST,
-    )  # fmt: skip
-
-
-def rotate_heads(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, into: tuple[Tensor, Tensor], pairs: Pairs, inverse: bool
-) -> None:
-    """Write queries and keys rotated into two tensors, or by the ``inverse``, as gradients are, computed in float32.
-
-    q [B, Hq, T, d], k [B, Hk, T, d], and the results in their shapes: strided, a head's values contiguous. cos and sin
-    [B or 1, T, r], r even and at most d, or the r / 2 of short tables; the last axis contiguous.
-    """
-    B, Hq, T, d = q.shape
-    q_out, k_out = into
-    count = pairs.count(cos.shape[-1])
-    (step, apart), (out_step, out_apart), (table_step, table_apart) = pairs.places(count, inverse=inverse)
-    r, half = 2 * count, power_of_2(count)
-    heads = max(1, TILE // half)
-    per_batch = [0 if table.shape[0] == 1 else table.stride(0) for table in (cos, sin)]
-    _rotary[(B * T,)](
-        q, *q.stride()[:3], k, *k.stride()[:3], q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
-        cos, per_batch[0], cos.stride(1), sin, per_batch[1], sin.stride(1), T, Hq, k.shape[1], count, d,
-        apart, out_apart, table_apart, STEP=step, OUT_STEP=out_step, TABLE_STEP=table_step,
-        Q_HEADS=min(heads, power_of_2(Hq)), K_HEADS=min(heads, max(1, power_of_2(k.shape[1]))), HALF=half,
-        REST=0 if r == d else power_of_2(d - r), INVERSE=inverse, BACKWARDS=pairs.backwards,
-        LAST=pairs.last, num_warps=4,
     )  # fmt: skip

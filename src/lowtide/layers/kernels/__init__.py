@@ -1,1 +1,0 @@
-"""Triton kernels over rows and heads: tensors in, tensors out."""
