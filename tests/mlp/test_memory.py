@@ -124,7 +124,7 @@ def test_peaks(level: int, tile: int | None, joined: str, lora: bool) -> None:
 def test_a_step_of_a_stack_peaks_at_the_sum_in_the_docs(
     shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the byte: of docs/mlp.md, from which its published table is computed; the second step adds to gradients."""
+    """To the byte, by the bytes that docs/mlp.md names; the second step adds to gradients."""
     monkeypatch.setattr(elementwise, "PIECE", 1)
     tokens, hidden, wide, layers = shape
     X, B, w = 4 * tokens * hidden, 4 * tokens * wide, 4 * hidden * wide
