@@ -135,7 +135,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("head/contrastive.py", "/ (counts > 0).sum()", "/ len(y)", "contract/test_values.py -k contrastive"),
         Mutant("head/contrastive.py", "columns &= of_query[:, None] != ids", "pass",
                "contract/test_values.py -k contrastive"),
-        Mutant("head/terms/support.py", "ids[:, 1:].masked_fill_(repeated, NOTHING)", "pass",
+        Mutant("head/support.py", "ids[:, 1:].masked_fill_(repeated, NOTHING)", "pass",
                "head/test_support.py -k values"),
         Mutant("head/function.py", "if not same_state(before, random_state(device)):",
                "if same_state(before, random_state(device)):", "head/test_apply.py -k coupled"),

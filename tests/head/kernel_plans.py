@@ -11,13 +11,16 @@ from torch import Tensor
 
 import lowtide.head.apply as face
 from lowtide.head import function
+from lowtide.head.backends import NOT_OF_TILES
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, gradient_buffers
 from lowtide.head.gradients import Gradients
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy, divergence, token_stats
+from lowtide.head.token_stats import WANTS
 
 CHUNK = 7  # rows
+OF_TILES = tuple(name for name in WANTS if name not in NOT_OF_TILES)
 
 
 def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips: bool = True) -> list[str]:
@@ -29,16 +32,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     what it cannot do the row kernels. Buffers for gradients are full of NaN.
     """
     from lowtide.head.exponentials import losses
-    from lowtide.head.kernels import configs, gradient_gemms_hopper, stats_rows
-
-    put_entries = stats_rows.put_entries
-
-    def each_class_once(g_CV: Tensor, entries: Any, first_class: int, used: Any) -> None:
-        """On a GPU two entries for one class of a row would race; the interpreter, without threads, hides that."""
-        for row in entries.id[: counted(used, len(g_CV))].tolist():
-            classes = [v for v in row if v >= 0]
-            assert len(set(classes)) == len(classes)
-        put_entries(g_CV, entries, first_class, used)
+    from lowtide.head.kernels import configs, gradient_gemms_hopper
 
     config = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4)
     used: list[str] = []
@@ -90,7 +84,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
 
     def stats_plan(head: Any, *args: Any) -> HeadPlan:
         plan = of_stats(head, *args)
-        exp = head.dtype == torch.float32 and args[0].mask is None
+        exp = head.dtype == torch.float32 and args[0].mask is None and not args[0].wanted & NOT_OF_TILES
         plan = small(plan, "exp", head.dtype, "blocks") if exp else plan
         return of_all_parts(plan, head.ranks.size) if exp and head.ranks.spread else plan
 
@@ -121,7 +115,6 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     patched.setattr(gradient_gemms_hopper, "weight_grad", skipping_weight_grad)
     patched.setattr(losses, "room_for", lambda *_: None)
     patched.setattr(configs, "CONFIG", config)
-    patched.setattr(stats_rows, "put_entries", each_class_once)
     patched.setattr(Chunks, "input_grad", input_grad)
     patched.setattr(Chunks, "weight_grad", weight_grad)
     return used
@@ -179,21 +172,23 @@ def use_set_kernels(patched: pytest.MonkeyPatch) -> list[str]:
 
     Float32 as above; another dtype's operands are rounded to float32 instead.
     """
+    from lowtide.head import support
     from lowtide.head.kernels import support_rows
-    from lowtide.head.terms import support
 
-    tiles, used = support_rows.Tiles(pairs=4, columns=16, warps=1), list[str]()
+    used = list[str]()
 
-    def counted(name: str, **small: Any) -> None:
+    def counted(name: str) -> None:
         function = getattr(support_rows, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             used.append(name)
-            return function(*args, **kwargs, tiles=tiles, **small)
+            return function(*args, **kwargs)
 
         patched.setattr(support_rows, name, call)
 
-    for name, small in (("score", {}), ("input_grad", {}), ("weight_grad", {"run": 4})):
-        counted(name, **small)
+    for name in ("score", "input_grad", "weight_grad"):
+        counted(name)
+        patched.setattr(support_rows, name.upper(), (4, 16))
+    patched.setattr(support_rows, "RUN", 4)
     patched.setattr(support, "support_backend", lambda head: ("row" if head.dtype == torch.float32 else "torch", ""))
     return used

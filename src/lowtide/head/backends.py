@@ -8,7 +8,7 @@ from lowtide.kernel_launch import why_no_triton
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
-MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
+NOT_OF_TILES = frozenset({"sum_sq_prob", "topk"})  # statistics that its tiles leave no sums for
 NOT_OF_MASKED = "its sums are over tiles of all classes, and each token's distribution lacks others"
 NOT_OF_SHARDS = "its kernels need all classes on one rank; cross entropy's of 'exp' do not"
 
@@ -60,14 +60,15 @@ def why_not_exp(
     *,
     capped_and_smoothed: bool = False,  # whether the loss has both a soft cap and label smoothing
     weight_fits: bool = True,  # whether the weight's rows lie one after another, at 16-byte addresses
-    stats: tuple[int, int] = (1, 0),  # targets per token, and how many of its highest logits are requested
+    targets: int = 1,  # per token
+    beyond: str = "",  # statistics that the logits' GEMM leaves no sums for
     capability: tuple[int, int] | None = None,  # of the GPU being planned for, where it is not this machine's
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can."""
     no_triton = why_no_triton(device)
     if no_triton or dtype != torch.bfloat16:
         return no_triton or f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
-    gpu, (targets, topk) = capability or _capability(device), stats
+    gpu = capability or _capability(device)
     is_new = HOPPER <= gpu < TOO_SMALL
     reasons = {
         f"its loads and tiles need compute capability 9.0 to below 12, and this GPU has {gpu}": not is_new,
@@ -76,7 +77,7 @@ def why_not_exp(
         "TMA takes rows that start at multiples of 16 bytes, and the weight's do not": not weight_fits,
         "with a soft cap, label smoothing bears on every logit in another way": capped_and_smoothed,
         f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}": targets > MOST_TARGETS,
-        f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are requested": topk > MOST_HIGHEST,
+        f"its tiles leave no sums for {beyond}": beyond != "",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -17,6 +17,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.head.backends import (
     NOT_OF_MASKED,
     NOT_OF_SHARDS,
+    NOT_OF_TILES,
     choose,
     skips_ignored,
     why_not_exp,
@@ -31,7 +32,6 @@ from lowtide.head.call import (
     TokenStatsArgs,
     Wanted,
 )
-from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks.parallel import SpreadRanks
@@ -76,8 +76,8 @@ EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 # Sets of classes.
 SUPPORT_WORKSPACE = 1024 * MIB  # what sorting the ids, and their logits, may take
 # Token statistics by exponentials.
-STATS_BYTES_PER_TOKEN = 80  # what is computed and kept of each token, and in backward the upstream gradients
-STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
+STATS_BYTES_PER_TOKEN = 120  # what is computed and kept of each token, and in backward the upstream gradients
+STATS_BYTES_PER_TARGET = 160  # the same of each target
 # Sums of the weight's gradient in its own narrow dtype, by exponentials and of two sides.
 FEW_CHUNKS = 8  # it may be rounded this often
 FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
@@ -190,7 +190,6 @@ class Work(NamedTuple):
     # exponentials' own, beside what all take:
     input_is_copied: bool = False  # a chunk's hidden states are, for another dtype or layout
     token_bytes: int = 0  # for each of the N
-    sum_row_bytes: int = 0  # for each where nothing but sums is computed
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
     kept: bool = False  # tiles of E are skipped: see the room skip
     skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
@@ -381,11 +380,9 @@ def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wante
 
 def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -> HeadPlan:
     """Return the same for token statistics."""
-    K, topk = args.target.shape[1], args.topk
     more = {
-        "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
-        "tile_numbers": 3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
-        "sum_row_bytes": topk_row_bytes(topk, head.ranks.most_rows),
+        "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * args.target.shape[1],
+        "tile_numbers": 3 + len(args.wanted & {"entropy", "mean_logit"}),
     }
     return plan_of(_work(head, args, n, wanted, **more))
 
@@ -442,7 +439,8 @@ def choose_backend(head: Head, args: Args) -> tuple[str, str]:
         return choose("divergence", asked, row=row)
     where, of_work = "" if ranks.alone else " where the vocabulary is sharded", dict[str, Any]()
     if isinstance(args, TokenStatsArgs):
-        of_work["stats"] = args.target.shape[1], args.topk
+        of_work["targets"] = args.target.shape[1]
+        of_work["beyond"] = ", ".join(sorted(args.wanted & NOT_OF_TILES))
     else:
         of_work["capped_and_smoothed"] = head.softcap is not None and args.label_smoothing != 0
     exp: str | None = NOT_OF_MASKED
@@ -659,7 +657,7 @@ def _cut_exponentials(work: Work) -> Cut:
     thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
     sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
     tiles = -(-V // 256) * work.kept
-    sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes + 28 * tiles
+    sum_row = sums + 64 + x + gathered + 3 * ahead + 28 * tiles
     if work.kept:  # the ordered copy, or the gradient put back; means and sums; parts that meet; squares, masses, lists
         fixed += work.weight_dtype.itemsize * V * D + 6 * tiles * D + 4 * WAVE
         thin, product = thin + 24 * tiles, 0

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, check_target, checked_call
+from lowtide.head.call import CrossEntropyArgs, Head, SupportArgs, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
-from lowtide.head.support import check_support, support_stats
+from lowtide.head.support import SUPPORT, check_support
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS
 
@@ -165,8 +165,8 @@ def linear_token_stats(
         topk: How many of the highest logits ``topk`` holds, from 1 to V. It requests that field, and is required
             if ``want`` has it.
         options: Memory and implementation: see `HeadOptions`. If only ``logprob`` is requested, with one target
-            per token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
-            ``topk`` up to 64.
+            per token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K up to 64
+            and without ``sum_sq_prob`` and ``topk``.
         vocab_shard: As in `linear_logprobs`.
         support: As in `linear_logprobs`: all statistics are then over each token's set. Of an empty set ``lse`` is
             -inf, ``argmax`` -1, and ``entropy`` and ``sum_sq_prob`` are 0. ``mean_logit`` and ``topk`` are refused.
@@ -222,10 +222,6 @@ def _token_stats(
     if head.skip and not by_loss:
         hint = "Of statistics only log-probabilities of one target a token, over the whole vocabulary, skip tiles."
         raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
-    if support is not None:
-        ids, ignore_index = check_support(support, input, names), check_index("ignore_index", ignore_index)
-        of_sets = support_stats(head, input, target, names, ignore_index, ids)
-        return TokenStats(**of_sets)  # type: ignore[arg-type]
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
     if head.gradient == "forward" and not (by_loss and head.frozen):
         hint = "Each token's upstream gradient is known in backward only."
@@ -239,13 +235,24 @@ def _token_stats(
         return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))
     N = math.prod(leading)
     y_NK = head.input.new_zeros((N, 0), dtype=torch.long) if target is None else target.long().reshape(N, K)
-    args = TokenStatsArgs(target=y_NK, want=",".join(sorted(names)), topk=topk, ignore_index=ignore_index)
-    found = TOKEN_STATS(head, args, recompute=True)
-    shapes = {} if target is None else dict.fromkeys(OF_TARGETS, target.shape)
+    want, wanted = ",".join(sorted(names)), set(names)
+    if support is None:
+        args = TokenStatsArgs(target=y_NK, want=want, topk=topk, ignore_index=ignore_index)
+        found = TOKEN_STATS(head, args, recompute=True)
+        wanted |= {"topk_values", "topk_ids"} if topk else set()
+    else:
+        ids = ranks.whole(check_support(support, input, names))
+        if not ids.shape[-1]:
+            ids = ids.new_full((*ids.shape[:-1], 1), -1)
+        ids = ids.expand(*leading, -1).reshape(N, ids.shape[-1])
+        sets = SupportArgs(target=y_NK, ids=ids, want=want, ignore_index=ignore_index)
+        found = SUPPORT(head, sets, recompute=True)
+        wanted |= set() if target is None else {"outside"}
+        found["outside"] = found["outside"].sum()
+    shapes = {} if target is None else {**dict.fromkeys(OF_TARGETS, target.shape), "outside": ()}
     fields: dict[str, Any] = {}
-    for name in (*names - {"topk"}, *(("topk_values", "topk_ids") if "topk" in names else ())):
-        shape = shapes.get(name, leading + found[name].shape[1:])
-        fields[name] = ranks.result(found[name].view(shape))
+    for name in wanted & found.keys():
+        fields[name] = ranks.result(found[name].view(shapes.get(name, leading + found[name].shape[1:])))
     if "topk" in names:
         fields["topk"] = TopK(fields.pop("topk_values"), fields.pop("topk_ids"))
     return TokenStats(**fields)

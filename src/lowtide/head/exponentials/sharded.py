@@ -226,9 +226,6 @@ class ShardedStatistics(Sharded, TileStatistics):
             for x in found.values():
                 x.zero_()
         found["highest"] = self._new(C).fill_(-torch.inf)
-        if self.topk:
-            found["topk_values"] = self._new(C, self.topk).fill_(-torch.inf)
-            found["topk_ids"] = y_CK.new_zeros(C, self.topk)
         if self.width:
             self._numbers_of(x_CD, piece.part, y_CK, found)
         piece.memory = found

@@ -1,8 +1,9 @@
 """Token statistics without a chunk's logits: a GEMM whose tiles write sums, and one that writes a gradient.
 
-n rows, C rows of a chunk, D hidden size, V vocabulary, K targets a token. The kernels: `kernels.stats_logits`,
-`kernels.stats_rows`, `kernels.stats_topk`.
+n rows, C rows of a chunk, D hidden size, V vocabulary, K targets a token. The kernels: `kernels.stats`.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,50 +11,42 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.exponentials.losses import Exponentials, Piece
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import stats_logits, stats_rows, stats_topk
+from lowtide.head.kernels import stats
 from lowtide.head.kernels.exp_terms import finish_input_grad
 from lowtide.head.kernels.gemm import gemm_tiles
-from lowtide.head.kernels.stats_logits import Entries, Sums
-from lowtide.head.kernels.stats_rows import RowStats
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
-
-# what each statistic needs of `stats_logits.tile_stats`
-SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean_logit": "total"}
+from lowtide.head.terms.statistics import Upstream, entries_of, sum_of_equal
 
 
 class TileStatistics(Exponentials):
-    """Statistics of each row's logits, in either direction.
+    """Log-probabilities, entropy, logsumexp, mean and argmax of each row's logits, in either direction.
 
     ``y_nK`` are int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
     """
+
+    gradient: stats.Gradient
 
     def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows) -> None:
         super().__init__(head, plan, tokens)
         self.y_nK = y_nK
 
-    def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
+    def forward(self, want: frozenset[str]) -> dict[str, Tensor]:
         """Return each row's "lse", "argmax", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
-        Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
-        are 0.
+        Classes are int64. Of tokens that are not used all are 0.
         """
-        n, rows, new = len(self.y_nK), self.plan.sum_rows, self.head.input.new_empty
-        self.want, self.topk = [name for name in SUMS if name in want], topk
-        asked = [SUMS[name] for name in self.want]
-        self.sums = Sums.of(new(3 + len(asked), rows, self.tiles, dtype=torch.float32), asked)
-        found = self._room(n)
-        if topk:
-            found |= {"topk_values": new(n, topk, dtype=torch.float32), "topk_ids": new(n, topk, dtype=torch.int64)}
+        self.want, rows = [name for name in ("entropy", "mean_logit") if name in want], self.plan.sum_rows
+        self.sums = stats.Sums.of(self._new(3 + len(self.want), rows, self.tiles), self.want)
+        found = self._room(len(self.y_nK))
         self._find(rows, self.y_nK.clamp(min=0).contiguous(), found)
         return found
 
     def _room(self, n: int) -> dict[str, Tensor]:
         """Return memory for the numbers of n rows."""
-        new = self.head.input.new_empty if self.count is None else self.head.input.new_zeros
+        new: Any = self.head.input.new_empty if self.count is None else self.head.input.new_zeros
         found = {name: new(n, dtype=torch.float32) for name in ("lse", "top_logprob", *self.want)}
-        found["argmax"] = new(n, dtype=torch.int64)
-        return found | {"logprob": new(n, self.y_nK.shape[1], dtype=torch.float32)}
+        return found | {"argmax": new(n, dtype=torch.int64), "logprob": new(self.y_nK[:n].shape, dtype=torch.float32)}
 
     def _find(self, rows: int, y_nK: Tensor, found: dict[str, Tensor]) -> None:
         """Write all rows' statistics, so many rows at a time."""
@@ -64,50 +57,68 @@ class TileStatistics(Exponentials):
 
     def _numbers_of(self, x_CD: Tensor, part: slice, y_CK: Tensor, found: dict[str, Tensor]) -> None:
         """Write a piece's statistics, of the classes here."""
-        ranks, w_VD, used = self.head.ranks, self.weight_VD, self.used(part)
-        gemm_tiles(stats_logits.tile_stats, x_CD, w_VD, None, self.sums, self.transform, self.config, used=used)
-        out = RowStats(**{name: x for name, x in found.items() if name in RowStats._fields})
-        stats_rows.merge_stats(
-            self.sums, out, y_CK, x_CD, w_VD, transform=self.transform, first_class=ranks.first, vocab=ranks.vocab,
-            used=used,
+        w_VD, transform, used = self.weight_VD, self.transform, self.used(part)
+        gemm_tiles(stats.tile_stats, x_CD, w_VD, None, self.sums, transform, self.config, used=used)
+        stats.merge_stats(
+            self.sums, stats.RowStats(**found), y_CK, x_CD, w_VD, transform=transform,
+            first_class=self.head.ranks.first, vocab=self.head.ranks.vocab, used=used,
         )  # fmt: skip
-        if self.topk:
-            k = min(self.topk, self.width)
-            values, ids = stats_topk.highest_logits(x_CD, w_VD, self.sums, self.config, k, self.transform)
-            found["topk_values"][:, :k], found["topk_ids"][:, :k] = values, ids.add_(ranks.first)
 
-    def gradients(self, known: dict[str, Tensor], upstream: dict[str, Tensor], into: Gradients) -> None:
+    def gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
         """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""
-        C, device = self.plan.chunk_rows, self.head.input.device
-        names = ["lse", "argmax", "top_logprob"]
-        names += [name for name in ("entropy", "logprob") if name in upstream]
-        self.known = RowStats(**{name: known[name].contiguous() for name in names})
-        self.upstream = RowStats(**{name: x.float().contiguous() for name, x in upstream.items()})
-        K = self.y_nK.shape[1] if "logprob" in upstream else 0
-        self._targets = self.y_nK.int().contiguous() if K else None
-        self.entries = Entries.empty(C, K, device, heat="entropy" in upstream, even="mean_logit" in upstream)
+        self.gradient = gradient_of(self.head, self.y_nK, known, g)
         if into.weight_VD is not None and not self.plan.chunks:
             into.weight_VD.zero_()
         self.recompute(into)
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""
-        part = piece.part
-        stats_rows.prepare_stats(
-            self.known.rows(part), self.upstream.rows(part), None if self._targets is None else self._targets[part],
-            piece.x_CD, self.entries, self.head.ranks.vocab, transform=self.transform, scaled_CD=scaled_CD,
-            used=self.used(part),
-        )  # fmt: skip
-        return self.entries.s
+        piece.rows = self.gradient.rows(piece.part)
+        s: Tensor = piece.rows.s
+        if scaled_CD is not None:
+            torch.mul(piece.x_CD, s[:, None], out=scaled_CD)
+            scaled_CD.masked_fill_((s == 0)[:, None], 0)  # whatever x holds
+        return s
 
     def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
         """See `Exponentials.fill`."""
         transform = self.transform.of_classes(slice(first_class, first_class + len(w_BD)))
         used = self.used(piece.part)
-        gemm_tiles(stats_logits.gradient_tile, piece.x_CD, w_BD, e_CB, self.entries, transform, self.config, used=used)
-        stats_rows.put_entries(e_CB, self.entries, self.head.ranks.first + first_class, used)
+        gemm_tiles(stats.gradient_tile, piece.x_CD, w_BD, e_CB, piece.rows, transform, self.config, used=used)
+        stats.put_entries(e_CB, piece.rows, self.head.ranks.first + first_class, used)
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
         """See `Exponentials.finish_input`."""
-        s, ids, rest, used = self.entries.s, self.entries.id[:, 1:], self.entries.rest, self.used(piece.part)
-        finish_input_grad(product_CD, out, self.weight_VD, s, ids, rest, self.head.ranks.first, to_C=to_C, used=used)
+        of_row, used = piece.rows, self.used(piece.part)
+        finish_input_grad(
+            product_CD, out, self.weight_VD, of_row.s, of_row.id[:, 1:], of_row.rest, self.head.ranks.first, to_C=to_C,
+            used=used,
+        )  # fmt: skip
+
+
+def gradient_of(head: Head, y_nK: Tensor, known: dict[str, Tensor], g: Upstream) -> stats.Gradient:
+    """Return what the logits' gradient is made of, by known numbers and upstream gradients; y below 0: ignored.
+
+    A row's is divided by a power of two s, and s x stands for x: narrow entries are then near 1.
+    """
+    largest, scale = g.largest(head.ranks.vocab), 1.0 if head.scale is None else head.scale
+    largest = largest * (scale if head.scale is None else head.scale.abs())
+    s = (largest.view(torch.int32) & -0x800000).view(torch.float32)  # the power of two below it
+    s = s.where(largest < torch.inf, largest)
+    share = scale / s.where(s != 0, 1)
+    g = g.of(lambda x: x * (share[:, None] if x.dim() == 2 else share))
+    ids, entry, slope = entries_of(y_nK, known["argmax"], known, g)
+    even = None if g.mean_logit is None else g.mean_logit / head.ranks.vocab
+    if even is not None:
+        entry += even[:, None]
+    if head.softcap is not None:
+        logprobs = torch.cat((known["top_logprob"][:, None], known["logprob"]), 1)
+        entry *= 1 - ((logprobs + known["lse"][:, None]) / head.softcap).square()
+    ids = ids.masked_fill((s == 0)[:, None], -1).int()
+    rounded = entry.to(head.dtype)
+    rest = (entry - rounded)[:, 1:].where(ids[:, 1:] >= 0, 0)
+    if rest.shape[1] > 1:  # a class that is there twice has it twice
+        rest = rest / sum_of_equal(y_nK, y_nK, torch.ones_like(rest))
+    return stats.Gradient(
+        s, known["lse"].contiguous(), torch.zeros_like(s) + slope, g.entropy, even, ids, rounded, rest.contiguous()
+    )

@@ -16,8 +16,3 @@ class GemmConfig:
 
 
 CONFIG = GemmConfig()
-
-
-def topk_row_bytes(k: int, V: int) -> int:
-    """Return the scratch of a row for its k highest logits: those of its tiles, and what sorting these takes."""
-    return min(k, -(-V // CONFIG.columns)) * (4 * CONFIG.columns + 48)

@@ -1,7 +1,7 @@
 """One GEMM with its epilogues: x W^T tile by tile, each tile's float32 accumulators passed to a function.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. Persistent, through TMA descriptors:
-`gemm_tiles` is the loop, `exp_logits` and `stats_logits` hold the epilogues. Operands are rows of 16-byte stride with
+`gemm_tiles` is the loop, `exp_logits` and `stats` hold the epilogues. Operands are rows of 16-byte stride with
 unit stride within. `gathered_logits` computes single rows, for the few that are recomputed.
 """
 

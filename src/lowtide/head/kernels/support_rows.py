@@ -3,10 +3,8 @@
 n tokens, K ids of a set, P = n K pairs of a token and a row, D hidden size, V rows of the weight here. What is read is
 gathered: P rows of the weight in `score` and in `input_grad`, P rows of hidden states in `weight_grad`. Programs of the
 same columns run side by side, so that what they gather is a few columns of a matrix, which the L2 cache holds.
-`terms/listed_rows` has the same in plain PyTorch.
+`support` has the same in plain PyTorch.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,18 +14,15 @@ from torch import Tensor
 from lowtide.head.kernels.row_softmax import OUT
 from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
 
-
-class Tiles(NamedTuple):
-    """Sizes of tiles: pairs and columns that a program loads at once, and its warps."""
-
-    pairs: int
-    columns: int
-    warps: int
-
-
-SCORE, INPUT_GRAD, WEIGHT_GRAD = Tiles(32, 128, 4), Tiles(4, 512, 4), Tiles(2, 1024, 4)
+SCORE, INPUT_GRAD, WEIGHT_GRAD = (32, 128), (4, 512), (2, 1024)  # pairs and columns that a program loads at once
 RUN = 256  # pairs of one class that are summed by a program of their own
 MOST_RUNS = 4096
+
+
+def _tile(most: tuple[int, int], D: int) -> tuple[int, dict[str, int]]:
+    """Return the number of programs across D, and the size of their tiles."""
+    columns = min(most[1], max(16, power_of_2(D)))
+    return blocks_of(D, columns), {"PAIRS": most[0], "COLUMNS": columns}
 
 
 @Launcher
@@ -49,22 +44,18 @@ def _score(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + part * P + i * K + at, tl.sum(product, 1), mask=at < K)
 
 
-def score(x_nD: Tensor, w_VD: Tensor, rows_nK: Tensor, *, tiles: Tiles = SCORE) -> Tensor:
+def score(x_nD: Tensor, w_VD: Tensor, rows_nK: Tensor) -> Tensor:
     """Return each listed row's dot product with its token's hidden state [n, K], float32; 0 where a row is negative.
 
     ``rows_nK`` are int32, contiguous. The rows of ``w_VD``, of any strides, are rounded to the dtype of ``x_nD``, whose
     rows are contiguous.
     """
     (n, D), K = x_nD.shape, rows_nK.shape[1]
-    columns = min(tiles.columns, max(16, power_of_2(D)))
-    slices = blocks_of(D, columns)
-    if not (n and slices):
-        return x_nD.new_zeros(rows_nK.shape, dtype=torch.float32)
-    out = x_nD.new_empty(slices, n, K, dtype=torch.float32)
-    _score[(n, slices)](
-        x_nD, x_nD.stride(0), w_VD, w_VD.stride(0), w_VD.stride(1), rows_nK, out, n * K, K, D, PAIRS=tiles.pairs,
-        COLUMNS=columns, num_warps=tiles.warps,
-    )  # fmt: skip
+    parts, tile = _tile(SCORE, D)
+    out = x_nD.new_empty(parts, n, K, dtype=torch.float32)
+    if out.numel():
+        of_w = w_VD, w_VD.stride(0), w_VD.stride(1)
+        _score[(n, parts)](x_nD, x_nD.stride(0), *of_w, rows_nK, out, n * K, K, D, **tile)
     return out.sum(0)
 
 
@@ -85,27 +76,20 @@ def _input_grad(  # type: ignore[no-untyped-def]
         counts = c != 0.0  # else nothing is read
         rows = w_ptr + v[:, None] * w_row + column[None, :] * w_column
         tile = tl.load(rows, mask=(counts & (v >= 0))[:, None] & (column < D)[None, :], other=0.0)
-        if LIKE is not None:
-            tile = tile.to(LIKE)
-        total += tl.where(counts[:, None], c[:, None] * tile.to(tl.float32), 0.0)
+        total += tl.where(counts[:, None], c[:, None] * tile.to(LIKE).to(tl.float32), 0.0)
     tl.store(out_ptr + i * D + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < D)
 
 
-def input_grad(
-    c_nK: Tensor, w_VD: Tensor, rows_nK: Tensor, out_nD: Tensor, dtype: torch.dtype, *, tiles: Tiles = INPUT_GRAD
-) -> None:
+def input_grad(c_nK: Tensor, w_VD: Tensor, rows_nK: Tensor, out_nD: Tensor, dtype: torch.dtype) -> None:
     """Write the sum of each token's rows, rounded to ``dtype``, times ``c_nK`` (float32) into ``out_nD``, contiguous.
 
     Where c is 0 no row is read, and a negative one counts as 0. ``rows_nK`` are as in `score`.
     """
-    n, D = out_nD.shape
+    (n, D), K = out_nD.shape, rows_nK.shape[1]
+    parts, tile = _tile(INPUT_GRAD, D)
     if out_nD.numel():
-        columns = min(tiles.columns, max(16, power_of_2(D)))
-        like = None if w_VD.dtype == dtype else OUT[dtype]
-        _input_grad[(n, blocks_of(D, columns))](
-            c_nK, w_VD, w_VD.stride(0), w_VD.stride(1), rows_nK, out_nD, rows_nK.shape[1], D, LIKE=like,
-            PAIRS=tiles.pairs, COLUMNS=columns, num_warps=tiles.warps,
-        )  # fmt: skip
+        of_w = w_VD, w_VD.stride(0), w_VD.stride(1)
+        _input_grad[(n, parts)](c_nK, *of_w, rows_nK, out_nD, K, D, LIKE=OUT[dtype], **tile)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -160,28 +144,19 @@ def _sum_classes(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + v * D + column, row.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
-def run_length(P: int) -> int:
-    """Return how many pairs a run has: more where there are many, so that runs stay few."""
-    return max(RUN, power_of_2(blocks_of(P, MOST_RUNS)))
-
-
-def weight_grad(
-    c_NK: Tensor, x_ND: Tensor, rows_NK: Tensor, out_VD: Tensor, *, tiles: Tiles = WEIGHT_GRAD, run: int | None = None
-) -> None:
+def weight_grad(c_NK: Tensor, x_ND: Tensor, rows_NK: Tensor, out_VD: Tensor) -> None:
     """Write the sum of each row's hidden states times ``c_NK`` (float32) into ``out_VD``, contiguous.
 
     One stable sort of all pairs by row fixes the order of each sum. A row that very many tokens list is summed in runs
-    of pairs, by as many programs.
+    of pairs, by as many programs: of longer runs where there are many pairs, so that runs stay few.
     """
-    (V, D), (N, K) = out_VD.shape, rows_NK.shape
+    (V, D), P, K = out_VD.shape, rows_NK.numel(), rows_NK.shape[1]
     if not out_VD.numel():
         return
     in_order, order = rows_NK.view(-1).sort(stable=True)
     starts = torch.searchsorted(in_order, torch.arange(V + 1, dtype=torch.int32, device=in_order.device))
-    run = run or run_length(N * K)
-    columns = min(tiles.columns, max(16, power_of_2(D)))
-    runs, blocks = x_ND.new_empty(N * K // run, D, dtype=torch.float32), blocks_of(D, columns)
-    constants = {"RUN": run, "PAIRS": tiles.pairs, "COLUMNS": columns, "num_warps": tiles.warps}
+    run, (parts, tile) = max(RUN, power_of_2(blocks_of(P, MOST_RUNS))), _tile(WEIGHT_GRAD, D)
+    runs, of_x = x_ND.new_empty(P // run, D, dtype=torch.float32), (x_ND, x_ND.stride(0))
     if len(runs):
-        _sum_runs[(len(runs), blocks)](x_ND, x_ND.stride(0), in_order, order, c_NK, runs, K, D, **constants)
-    _sum_classes[(V, blocks)](x_ND, x_ND.stride(0), starts, order, c_NK, runs, out_VD, K, D, **constants)
+        _sum_runs[(len(runs), parts)](*of_x, in_order, order, c_NK, runs, K, D, RUN=run, **tile)
+    _sum_classes[(V, parts)](*of_x, starts, order, c_NK, runs, out_VD, K, D, RUN=run, **tile)

@@ -1,4 +1,4 @@
-"""A row's divergence from a teacher's logits, and its gradient in the student's place: plain PyTorch.
+"""A row's divergence from a teacher's logits, and its gradient in the student's place: in plain PyTorch, or by kernels.
 
 C rows of a chunk, V and U the student's and the teacher's classes on this rank. s and t are the probabilities, a and b
 their logarithms. With m = beta t + (1 - beta) s a row's value is
@@ -9,7 +9,8 @@ their logarithms. With m = beta t + (1 - beta) s a row's value is
 A class that only one side has is one of probability 0 on the other, and what has probability 0 adds 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import logsumexp
+
+NUMBERS = ("value", "lse", "other_lse", "pivot")  # of each row
 
 
 class Dense(Terms):
@@ -103,6 +106,70 @@ class Dense(Terms):
         if kept_C is not None:
             z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities and NaN of a row that does not count, times 0
         return factor_C if self.narrow else None
+
+
+class DenseKernels(Dense):
+    """The same by kernels over rows of logits; with the whole vocabulary here one kernel per direction.
+
+    Forward leaves the logits unmodified; a gradient is written over them, or to ``out`` if it is narrower.
+    """
+
+    raw = True
+
+    @cached_property
+    def _transforms(self) -> Any:
+        from lowtide.head.kernels.gemm import LogitTransform
+
+        number = partial(torch.full, (), dtype=self.head.wide, device=self.head.input.device)
+
+        def of(x: Head) -> LogitTransform:
+            return LogitTransform(x.bias_V, x.scale, number(x.softcap) if isinstance(x.softcap, float) else x.softcap)
+
+        return of(self.head), of(self.teacher)
+
+    def _rows(
+        self, sides: Any, numbers: Sequence[Tensor | None], out_CV: Tensor | None = None,
+        factor_C: Tensor | None = None, *, known: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        from lowtide.head.kernels.pair_rows import pair_rows
+
+        z_CV, t_CU, kept_C = sides
+        of = self._transforms, self.kind, self.beta, numbers, out_CV, factor_C
+        return pair_rows(z_CV, t_CU, kept_C, *of, known=known)
+
+    def both_(self, z: Tensor, part: slice, upstream: UpstreamOf) -> tuple[Numbers, Tensor | None]:
+        """Return "value" and what `gradient_` does."""
+        if not self.head.ranks.alone:
+            return super().both_(z, part, upstream)
+        factor_C = upstream({}, part)
+        known = {"value": torch.empty_like(factor_C)}
+        return known, self._gradient_(self._sides(z, part), known, factor_C, True)
+
+    def _numbers(self, sides: Any) -> Numbers:
+        if not self.head.ranks.alone:
+            return super()._numbers(sides)
+        numbers = {name: sides[0].new_empty(len(sides[0])) for name in NUMBERS}  # no views of one memory
+        self._rows(sides, (*numbers.values(), None))
+        return numbers
+
+    def _logsumexps(self, sides: Any) -> Tensor:
+        both_lse: Tensor = sides[0].new_empty(2, len(sides[0]))
+        self._rows(sides, (None, *both_lse, None, None))
+        return both_lse
+
+    def _sums(self, sides: Any, both_lse: Tensor) -> Tensor:
+        value, pivot, mass = sums = both_lse.new_empty(3, both_lse.shape[1])
+        self._rows(sides, (value, *both_lse, pivot, mass), known=True)
+        return sums
+
+    def _gradient_(self, sides: Any, known: Numbers, factor_C: Tensor, _normalised: bool) -> Tensor | None:
+        out, is_known = sides[0] if self.out is None else self.out, "lse" in known
+        value, *rest = (known.get(name) for name in NUMBERS)
+        numbers = (None if is_known else value, *rest, None)
+        lift_C = self._rows(sides, numbers, out, None if self.apart else factor_C, known=is_known)
+        if not self.apart:
+            return None
+        return factor_C if lift_C is None else factor_C * lift_C
 
 
 def _blocks(z_CV: Tensor, t_CU: Tensor, columns: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from lowtide.head.nodes import Function, Shape, head_flop, stored_gradients
 from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import Rows, looks_at_numbers
-from lowtide.head.terms.dense import Dense
+from lowtide.head.terms.dense import Dense, DenseKernels
 from lowtide.head.terms.topk import KnownClasses
 
 KNOWN = ("lse", "other_lse", "pivot")  # of each token, what backward needs
@@ -132,9 +132,7 @@ def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stor
         softcap=args.teacher_softcap, dtype=args.teacher_dtype,
         ranks=Alone(len(args.teacher_weight)) if head.ranks.alone else head.ranks,
     ).prepared()  # fmt: skip
-    form = Dense
-    if plan.backend == "row":
-        from lowtide.head.terms.dense_kernels import DenseKernels as form
+    form = DenseKernels if plan.backend == "row" else Dense
     return plan, form(head, plan, _scaled(teacher, head.scale), teacher_plan, rows, args.kind, args.beta)
 
 

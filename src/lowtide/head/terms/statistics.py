@@ -115,34 +115,15 @@ class Statistics(Terms):
         return found
 
     def _of_all(self, found: Numbers) -> Numbers:
-        if self.head.ranks.alone:
-            return found
-        asked = {name: x for name, x in found.items() if name != "argmax" or name in self.want}
-        return merged(asked, self.head.ranks.gather(packed(asked)))
+        return found if self.head.ranks.alone else merged(found, self.head.ranks.gather(packed(found)))
 
     def both_(
         self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Upstream]
     ) -> tuple[Numbers, Tensor | None]:
-        """See `Terms.both_`: the probabilities are the gradient's too, times this rank's share of them."""
-        ranks, cap, found = self.head.ranks, self.head.softcap, []
-        for rows in list(slices(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS))) or [slice(0, 0)]:
-            block, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
-            slope = None if cap is None else (block / cap).square_().neg_().add_(1)
-            here = self._here(block, of_all)
-            numbers = self._of_all(here)
-            share: Tensor | float = 1.0
-            if not ranks.alone:
-                block.scatter_(1, (here["argmax"] - ranks.first)[:, None], here["top_logprob"].exp()[:, None])
-                block.masked_fill_((here["highest"] == -torch.inf)[:, None], 0)
-                share = (here["lse"] - numbers["lse"]).exp()[:, None]
-            outside = self.gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, share=share)
-            found.append((numbers, outside))
-        return joined(found)
+        """See `Terms.both_`: the probabilities are the gradient's too."""
+        return self._gradients_(z, part, None, upstream)
 
-    def gradient_(
-        self, z: Tensor, part: slice, known: Numbers, g: Upstream, *, share: Tensor | float | None = None,
-        slope: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Upstream) -> Tensor | None:
         """Turn logits into the gradient of the numbers, times their upstream gradients.
 
         With p the softmax, g_k, h, l and m the upstream gradients of the log-probabilities of targets y_k, of the
@@ -150,81 +131,92 @@ class Statistics(Terms):
 
             scale f_v (sum_k g_k ([v = y_k] - p_v) - h p_v (log p_v + H) + l p_v + m q_v / V)
 
-        The entries of the targets and of the highest class are built from their log-probabilities, in which nothing has
-        cancelled, and 1 - p = -expm1(log p).
-
-        With a ``share`` [C, 1], of all classes' exponentials, logits are the probabilities among this rank's already,
-        and ``slope`` is the f_v that they had.
+        The entries of the targets and of the highest class are `entries_of`.
         """
-        head, V, cap, q = self.head, self.head.ranks.vocab, self.head.softcap, self.q_V
-        if not head.ranks.alone:
-            z[:, head.ranks.rows :] = 0
+
+        def upstream(_: Numbers, rows: slice) -> Upstream:
+            return g.of(lambda x: x[rows.start - part.start : rows.stop - part.start])
+
+        return self._gradients_(z, part, known, upstream)[1]
+
+    def _gradients_(
+        self, z: Tensor, part: slice, known: Numbers | None, upstream: Callable[[Numbers, slice], Upstream]
+    ) -> tuple[Numbers, Tensor | None]:
+        """Turn logits into probabilities and these into the gradient, with a cap in blocks: its slopes take memory."""
+        ranks, cap, found = self.head.ranks, self.head.softcap, []
+        for rows in list(slices(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS))) or [slice(0, 0)]:
+            p, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
+            # a masked class, whose logit is -inf, has slope 0 as logits have that reach the cap
+            slope = None if cap is None else (p / cap).square_().clamp_(max=1).neg_().add_(1)
+            if known is None:
+                here = self._here(p, of_all)
+                numbers = self._of_all(here)
+                if not ranks.alone:
+                    share = (here["lse"] - numbers["lse"]).exp().masked_fill(here["highest"] == -torch.inf, 0)
+                    p.scatter_(1, (here["argmax"] - ranks.first)[:, None], here["top_logprob"].exp()[:, None])
+                    p.masked_fill_((share == 0)[:, None], 0).mul_(share[:, None])
+            else:
+                numbers = {name: x[rows] for name, x in known.items()}
+                if ranks.alone:
+                    probabilities_(p)
+                else:
+                    p.sub_(numbers["lse"][:, None]).exp_()
+            found.append((numbers, self._turn_(p, of_all, numbers, upstream(numbers, of_all), slope)))
+        return joined(found)
+
+    def _turn_(self, p: Tensor, part: slice, known: Numbers, g: Upstream, slope: Tensor | None) -> Tensor | None:
+        """Turn probabilities into the gradient; ``slope`` is f. Return what each row lacks."""
+        ranks, scale, q = self.head.ranks, self.head.scale, self.q_V
         if self.narrow and g.outside is None:
-            g = g.with_size_outside(V)
-        outside, scale = g.outside, head.scale
+            g = g.with_size_outside(ranks.vocab)
+        outside = g.outside
         if scale is not None and outside is None:
             g = g.of(lambda x: x * scale)
         elif scale is not None and outside is not None:
             outside = outside * scale
-        of_targets = g.logprob.sum(1) if isinstance(g.logprob, Tensor) else g.logprob or 0.0
-        a = 0.0 if g.lse is None else g.lse
+        top = ranks.here(known["argmax"])[0] if "argmax" in self.want else None
+        ids, at_ids, a = entries_of(self.y[part], top, known, g)
+        p_V, even = p[:, : ranks.rows], None if g.mean_logit is None else g.mean_logit[:, None] / ranks.vocab
         if g.entropy is not None:
-            a = a - g.entropy * known["entropy"]
-        even = None if g.mean_logit is None else g.mean_logit[:, None] / V
-        ids, at_ids = self._entries(part, known, g, a, of_targets)
+            for cols in slices(ranks.rows, self.columns):
+                heat = torch.special.entr(p_V[:, cols])
+                p_V[:, cols].mul_(a[:, None]).addcmul_(heat, g.entropy[:, None])
+        elif isinstance(a, Tensor) or a != 1:
+            p_V.mul_(a[:, None] if isinstance(a, Tensor) else a)
         if even is not None:
+            p_V.add_(even) if q is None else p_V.addcmul_(even, q[None])
             at_ids += even if q is None else even * torch.cat((q, q.new_zeros(1)))[ids]
         if slope is not None:
+            p.mul_(slope)
             at_ids *= slope.gather(1, ids)
-        elif cap is not None:
-            at_ids *= 1 - (z.gather(1, ids) / cap).square_()
-        a = a - of_targets
-        a = a if isinstance(a, float) else a[:, None]
-        # blocks, if memory besides the logits is needed
-        in_blocks = slope is None and (cap is not None or g.entropy is not None)
-        if not in_blocks and head.ranks.alone and share is None:
-            probabilities_(z)
-            share = 1.0
-        a = a if share is None else a * share
-        for cols in slices(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
-            b = z[:, cols]
-            # a masked class, whose logit is -inf, has slope 0 as logits have that reach the cap
-            f = None if slope is None else slope[:, cols]
-            if cap is not None and f is None:
-                f = (b / cap).square_().clamp_(max=1).neg_().add_(1)
-            if share is None:
-                b.sub_(known["lse"][:, None])
-            if g.entropy is not None:
-                p = b.exp()
-                b.clamp_(min=FLOOR).mul_(-g.entropy[:, None]).add_(a).mul_(p)
-            else:
-                b = b.exp_() if share is None else b
-                b = b if isinstance(a, float) and a == 1 else b.mul_(a)
-            if even is not None:
-                b.add_(even) if q is None else b.addcmul_(even, q[None, cols])
-            if f is not None:
-                b.mul_(f)
-        z.scatter_(1, ids, at_ids)
+        p.scatter_(1, ids, at_ids)
         return outside
 
-    def _entries(
-        self, part: slice, known: Numbers, g: Upstream, a: Tensor | float, of_targets: Tensor | float
-    ) -> tuple[Tensor, Tensor]:
-        """Return classes [C, K or 1 + K], as columns, and the gradient there but for scale, cap and the mean's part."""
-        ids, logprobs, targets = self.y[part], known["logprob"], self.y[part]
-        if "argmax" in known:
-            ids = torch.cat((self.head.ranks.here(known["argmax"])[0][:, None], ids), 1)
-            logprobs = torch.cat((known["top_logprob"][:, None], logprobs), 1)
-        p = logprobs.exp()
-        at_ids = (a[:, None] if isinstance(a, Tensor) else a) * p
-        if g.entropy is not None:
-            at_ids -= g.entropy[:, None] * logprobs.clamp(min=FLOOR) * p
-        if isinstance(g.logprob, Tensor) and isinstance(of_targets, Tensor):
-            own = _sum_of_equal(ids, targets, g.logprob)
-            at_ids += own * -torch.expm1(logprobs) - (of_targets[:, None] - own) * p
-        elif g.logprob is not None:  # of one target
-            at_ids -= g.logprob * torch.expm1(logprobs)
-        return ids, at_ids
+
+def entries_of(y_CK: Tensor, top_C: Tensor | None, known: Numbers, g: Upstream) -> tuple[Tensor, Tensor, Any]:
+    """Return classes [C, K or 1 + K], the gradient there, and what p_v is multiplied with elsewhere, [C] or a number.
+
+    The classes are the highest one, where it is given, and the targets. Their gradient, but for scale, cap and the
+    mean's part, is built from their log-probabilities, in which nothing has cancelled, and 1 - p = -expm1(log p).
+    """
+    of_targets = g.logprob.sum(1) if isinstance(g.logprob, Tensor) else g.logprob or 0.0
+    a: Any = 0.0 if g.lse is None else g.lse
+    ids, logprobs = y_CK, known["logprob"]
+    if top_C is not None:
+        ids = torch.cat((top_C[:, None], ids), 1)
+        logprobs = torch.cat((known["top_logprob"][:, None], logprobs), 1)
+    p = logprobs.exp()
+    if g.entropy is not None:
+        a = a - g.entropy * known["entropy"]
+    at_ids = (a[:, None] if isinstance(a, Tensor) else a) * p
+    if g.entropy is not None:
+        at_ids -= g.entropy[:, None] * logprobs.clamp(min=FLOOR) * p
+    if isinstance(g.logprob, Tensor) and isinstance(of_targets, Tensor):
+        own = sum_of_equal(ids, y_CK, g.logprob)
+        at_ids += own * -torch.expm1(logprobs) - (of_targets[:, None] - own) * p
+    elif g.logprob is not None:  # of one target
+        at_ids -= g.logprob * torch.expm1(logprobs)
+    return ids, at_ids, a - of_targets
 
 
 def probabilities_(z_CV: Tensor) -> None:
@@ -238,7 +230,7 @@ def probabilities_(z_CV: Tensor) -> None:
     torch.ops.aten.softmax.int_out(whole, 1, out=whole)  # not torch.softmax, which a user may have replaced
 
 
-def _sum_of_equal(ids: Tensor, targets: Tensor, g_CK: Tensor) -> Tensor:
+def sum_of_equal(ids: Tensor, targets: Tensor, g_CK: Tensor) -> Tensor:
     """Return, for each of the ids [C, J], the sum of the g of those targets [C, K] that are the same class.
 
     In an order that is the same from run to run, which scatter_add_ is not.
@@ -255,13 +247,16 @@ def packed(found: Numbers) -> Tensor:
 
     Classes among them are numbers of the logits' dtype: float32 is exact up to 2^24.
     """
-    wide = found["lse"].dtype
-    return torch.cat([(x[:, None] if x.dim() == 1 else x).to(wide) for x in _told(found).values()], 1)
+    return torch.cat([x.reshape(len(x), _width(x)).to(found["lse"].dtype) for x in _told(found).values()], 1)
 
 
 def _told(found: Numbers) -> Numbers:
     """Return what the others are told: "lse" follows."""
     return {name: x for name, x in found.items() if name != "lse"}
+
+
+def _width(x: Tensor) -> int:
+    return x.shape[1:].numel()
 
 
 def merged(found: Numbers, every_WCF: Tensor) -> Numbers:
@@ -271,8 +266,8 @@ def merged(found: Numbers, every_WCF: Tensor) -> Numbers:
     log-probability is -inf. Each is measured from the highest logit of all.
     """
     told = _told(found)
-    planes = torch.split(every_WCF, [1 if x.dim() == 1 else x.shape[1] for x in told.values()], 2)
-    of = {name: x[..., 0] if told[name].dim() == 1 else x for name, x in zip(told, planes, strict=True)}
+    planes = torch.split(every_WCF, [_width(x) for x in told.values()], 2)
+    of = {name: plane.reshape(len(plane), *x.shape) for (name, x), plane in zip(told.items(), planes, strict=True)}
     top, winner = of["highest"].max(0)
     nothing = (of["highest"] == -torch.inf) & (top != -torch.inf)
     mass = (of["highest"] - top - of["top_logprob"]).masked_fill(nothing, -torch.inf)  # logarithm of a rank's sum
@@ -280,10 +275,12 @@ def merged(found: Numbers, every_WCF: Tensor) -> Numbers:
     spread = torch.where(is_top, mass.expm1(), mass.exp()).sum(0).log1p()
     shift = mass - spread  # from a rank's log-probabilities to those of all
     share = shift.exp()
-    logprob = (of["logprob"] + shift[..., None]).masked_fill(nothing[..., None], -torch.inf).amax(0)
-    all_of = {"lse": top.where(top.isinf(), top + spread), "logprob": logprob}
-    if "argmax" in of:
-        all_of |= {"argmax": of["argmax"].gather(0, winner[None])[0].long(), "top_logprob": -spread}
+    all_of = {
+        "lse": top.where(top.isinf(), top + spread),
+        "logprob": (of["logprob"] + shift[..., None]).masked_fill(nothing[..., None], -torch.inf).amax(0),
+        "argmax": of["argmax"].gather(0, winner[None])[0].long(),
+        "top_logprob": -spread,
+    }
     if "entropy" in of:
         all_of["entropy"] = (share * (of["entropy"] - shift)).masked_fill(share == 0, 0).sum(0)
     if "sum_sq_prob" in of:

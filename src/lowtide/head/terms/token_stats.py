@@ -15,7 +15,7 @@ from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import HeadPlan, plan_token_stats, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.terms.cross_entropy import check_classes, put_last
-from lowtide.head.terms.masked import Masked
+from lowtide.head.terms.loss import Masked
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
@@ -42,7 +42,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
 
         if of_targets and head.ranks.alone and skips_tokens(head, plan.backend):
             rows = put_last(rows, kept_NK.any(1))
-        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(args.wanted, args.topk)
+        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(args.wanted)
     else:
         found = run(head, rows, plan, _terms(args, rows, head, plan, y_NK))
     found = {name: rows.among_all(x) for name, x in found.items()}
@@ -76,9 +76,8 @@ def backward(
     if plan.backend == "exp":
         from lowtide.head.exponentials import statistics_of
 
-        given = rows.of_each({name: x for name, x in g._asdict().items() if x is not None})
         y_nK = rows.of(args.target.where(usable, -1), -1)
-        statistics_of(head, y_nK, plan, rows).gradients(rows.of_each(numbers), given, into)
+        statistics_of(head, y_nK, plan, rows).gradients(rows.of_each(numbers), g.of(rows.of), into)
     else:
         if not head.drops_tokens:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)

@@ -1,0 +1,264 @@
+"""Token statistics from two GEMMs that store no logits: a row's sums, tile by tile, and its gradient, in bfloat16.
+
+C rows of a chunk, V vocabulary, P tiles across it, K targets a row. Each tile measures its rows from their highest
+logit in it, so that nothing overflows, and leaves that logit's own exponential, 1, out of the sums: where the model is
+sure, what is left keeps its digits. Classes count among those of all ranks.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.head.kernels.elementary import log1p
+from lowtide.head.kernels.exp_terms import block_of, dot
+from lowtide.head.kernels.gemm import (
+    ALL,
+    LOG2E,
+    PLAIN,
+    LogitTransform,
+    Used,
+    counted_rows,
+    finish_logits,
+    halves,
+    matrix,
+)
+from lowtide.kernel_launch import Launcher, power_of_2
+
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
+NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
+
+
+class Sums(NamedTuple):
+    """A row's sums over the tiles of its classes [C, P], float32."""
+
+    top: Tensor  # the highest logit
+    id: Tensor  # int32: its class
+    rest: Tensor  # over the tile's other classes, of exp(z - top),
+    heat: Tensor | None  # and of exp(z - top) (z - top); None: no entropy is wanted
+    total: Tensor | None  # of all z; None: no mean is
+    P: int
+    row: int  # stride
+
+    @classmethod
+    def of(cls, planes_FCP: Tensor, want: Collection[str]) -> "Sums":
+        """Return them in this memory, of as many planes as what is wanted beyond the others needs."""
+        top, top_id, rest, *others = planes_FCP
+        heat, total = (others.pop(0) if name in want else None for name in ("entropy", "mean_logit"))
+        return cls(top, top_id.view(torch.int32), rest, heat, total, planes_FCP.shape[2], planes_FCP.stride(1))
+
+
+class Gradient(NamedTuple):
+    """What the logits' gradient is made of: float32 numbers [C], and classes whose gradient is their own."""
+
+    s: Tensor  # a power of two, by which the gradient is divided; 0: nothing flows back
+    lse: Tensor
+    slope: Tensor
+    heat: Tensor | None  # None where no row has one
+    even: Tensor | None
+    id: Tensor  # [C, 1 + K] int32: the highest class, and the targets; -1: nothing stands here
+    entry: Tensor  # [C, 1 + K], rounded; one value for a class that is there twice
+    rest: Tensor  # [C, K]: what the targets' entries have lost by that
+
+    def rows(self, part: slice) -> "Gradient":
+        """Return those of some of the rows."""
+        return Gradient(*(None if x is None else x[part] for x in self))  # type: ignore[arg-type]
+
+
+@triton.jit
+def _exponential(z, reference, transform):  # type: ignore[no-untyped-def]
+    """exp(z - reference), and z - reference in bits; ``reference`` is in bits. Only a bias makes a logit -inf.
+
+    Or so low that its rounding in ``reference``, which the fused multiply-add does not have, overflows the exponential.
+    """
+    below = z * LOG2E - reference[:, None]
+    if transform.bias_V is not None:
+        below = tl.maximum(below, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        below = tl.minimum(below, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp2(below), below
+
+
+@triton.jit
+def _half_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-untyped-def]
+    """Sums over half of a tile's logits but its highest one: of e = exp(z - top), and of e (z - top)."""
+    e, below = _exponential(z, reference, transform)
+    e = tl.where(at[None, :] == top_id[:, None], 0.0, e)
+    rest = tl.sum(e, 1)
+    heat = rest
+    if sums.heat is not None:
+        heat = tl.sum(e * below, 1) * LN2
+    return rest, heat
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a tile's `Sums`, an epilogue of `gemm.gemm_tiles`.
+
+    Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
+    """
+    HALF: tl.constexpr = CONFIG.columns // 2
+    left, right = halves(z, CONFIG)
+    at_left = p * CONFIG.columns + tl.arange(0, HALF)
+    at_right = at_left + HALF
+    left = finish_logits(left, at_left, V, transform)
+    right = finish_logits(right, at_right, V, transform)
+    total = tl.sum(left, 1) + tl.sum(right, 1)  # beyond V logits are 0: no weight, no bias
+    if BOUND:
+        left = tl.where((at_left < V)[None, :], left, NO_LOGIT)
+        right = tl.where((at_right < V)[None, :], right, NO_LOGIT)
+    top = tl.maximum(tl.max(left, 1), tl.max(right, 1))
+    top_id = tl.minimum(
+        tl.min(tl.where(left == top[:, None], at_left[None, :], V), 1),
+        tl.min(tl.where(right == top[:, None], at_right[None, :], V), 1),
+    )
+    reference = tl.where(top == float("-inf"), 0.0, top * LOG2E)
+    rest, heat = _half_sums(left, at_left, reference, top_id, sums, transform)
+    more_rest, more_heat = _half_sums(right, at_right, reference, top_id, sums, transform)
+    rows = row + tl.arange(0, CONFIG.rows)
+    at = rows.to(tl.int64) * sums.row + p
+    inside = rows < C
+    tl.store(sums.top + at, top, mask=inside)
+    tl.store(sums.id + at, top_id, mask=inside)
+    tl.store(sums.rest + at, rest + more_rest, mask=inside)
+    if sums.heat is not None:
+        tl.store(sums.heat + at, heat + more_heat, mask=inside)
+    if sums.total is not None:
+        tl.store(sums.total + at, total, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write ``f_v (p_v (slope - heat (z_v - lse)) + even)``, p = exp(z - lse), f_v = 1 - (z_v / softcap)**2 with a cap.
+
+    An epilogue of `gemm.gemm_tiles`, with a `Gradient`, a half at a time. In rows whose s is 0, zeros. Targets and the
+    highest class are as the others: see `put_entries`.
+    """
+    WIDTH: tl.constexpr = CONFIG.columns // 2
+    column = p * CONFIG.columns
+    rows = row + tl.arange(0, CONFIG.rows)
+    inside = rows < C
+    alive = tl.load(of_row.s + rows, mask=inside, other=0.0) != 0.0
+    lse = tl.load(of_row.lse + rows, mask=inside, other=0.0) * LOG2E
+    slope = tl.load(of_row.slope + rows, mask=inside, other=0.0)
+    if of_row.heat is not None:
+        heat = tl.load(of_row.heat + rows, mask=inside, other=0.0) * LN2
+    if of_row.even is not None:
+        even = tl.load(of_row.even + rows, mask=inside, other=0.0)
+    pieces = halves(z, CONFIG)
+    for i in tl.static_range(2):
+        logits = finish_logits(pieces[i], column + i * WIDTH + tl.arange(0, WIDTH), V, transform)
+        gradient, below = _exponential(logits, lse, transform)
+        if of_row.heat is not None:
+            gradient *= slope[:, None] - heat[:, None] * below
+        else:
+            gradient *= slope[:, None]
+        if of_row.even is not None:
+            gradient += even[:, None]
+        if transform.softcap is not None:
+            gradient *= 1.0 - (logits / transform.softcap) * (logits / transform.softcap)
+        gradient = tl.where(alive[:, None], gradient, 0.0)
+        g_d.store([row, column + i * WIDTH], gradient.to(g_d.dtype))
+
+
+class RowStats(NamedTuple):
+    """Numbers of each row [C], float32 but for ``argmax``; None: not wanted."""
+
+    lse: Tensor
+    argmax: Tensor  # int64: the highest class
+    top_logprob: Tensor  # of that
+    logprob: Tensor  # [C, K], of the targets
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    highest: Tensor | None = None  # logit
+
+
+@Launcher
+@triton.jit(do_not_specialize=["C", "first_class"])  # type: ignore[untyped-decorator]
+def _merge_stats(  # type: ignore[no-untyped-def]
+    tiles, out, y_ptr, x, w, used, transform, first_class, C, V, K, vocab, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """See `merge_stats`: sums about the highest logit of all tiles."""
+    x_ptr, x_stride, D = x
+    w_ptr, w_stride, _ = w
+    i = tl.program_id(0).to(tl.int64)
+    if i >= counted_rows(used, C):
+        return
+    p = tl.arange(0, WIDTH)
+    inside = p < tiles.P
+    at = i * tiles.row + p
+    ids = tl.load(tiles.id + at, mask=inside, other=V)
+    tops = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
+    top = tl.max(tops, 0)
+    top_id = tl.min(tl.where(tops == top, ids, V), 0)
+    winner = tl.min(tl.where(tops == top, p, WIDTH), 0)
+    below = tops - tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp(below)
+    own = tl.where(p == winner, 0.0, 1.0)  # each other tile's highest class is one of the rest
+    in_tile = tl.load(tiles.rest + at, mask=inside, other=0.0) + own
+    rest = tl.sum(tl.where(inside, weight * in_tile, 0.0), 0)
+    rest += top - top  # NaN where that is not finite
+    spread = log1p(rest)
+    tl.store(out.lse + i, tl.where(tl.abs(top) == float("inf"), top, top + spread))
+    tl.store(out.argmax + i, first_class + tl.minimum(top_id, V - 1).to(tl.int64))
+    tl.store(out.top_logprob + i, -spread)
+    if out.highest is not None:
+        tl.store(out.highest + i, top)
+    if tiles.heat is not None:
+        terms = weight * (tl.load(tiles.heat + at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_tile)
+        heat = tl.sum(tl.where(inside & (weight > 0.0), terms, 0.0), 0)
+        tl.store(out.entropy + i, spread - heat / (1.0 + rest))
+    if tiles.total is not None:
+        tl.store(out.mean_logit + i, tl.sum(tl.load(tiles.total + at, mask=inside, other=0.0), 0) / vocab)
+    for k in range(K):
+        y = tl.load(y_ptr + i * K + k).to(tl.int64) - first_class
+        here = (y >= 0) & (y < V)
+        row = w_ptr + tl.where(here, y, 0) * w_stride
+        t = finish_logits(dot(x_ptr + i * x_stride, row, D, BLOCK), tl.where(here, y, 0), V, transform)
+        logprob = tl.where(y == top_id, -spread, (t - top) - spread)
+        tl.store(out.logprob + i * K + k, tl.where(here, logprob, float("-inf")))
+
+
+def merge_stats(
+    tiles: Sums, out: RowStats, y_CK: Tensor, x_CD: Tensor, w_VD: Tensor, *, transform: LogitTransform = PLAIN,
+    first_class: int = 0, vocab: int, used: Used = ALL,
+) -> None:  # fmt: skip
+    """Turn sums over tiles into the numbers of each row.
+
+    With M the highest logit and over the other classes R the sum of exp(z - M), H of exp(z - M) (z - M):
+
+        lse = M + log1p(R)        entropy = log1p(R) - H / (1 + R)        log p_y = t - lse
+
+    ``tiles`` have the sums that ``out``, contiguous, needs. Where the vocabulary is sharded, all are of this rank's
+    classes, ``first_class`` and on, only the mean is a part of that of all ``vocab``: `terms.statistics.merged` puts
+    every rank's together. ``y_CK`` are int64, contiguous and valid; a target of another rank has log-probability -inf.
+    Rows that are not `Used` are left as they are.
+    """
+    C, K = y_CK.shape
+    _merge_stats[(C,)](
+        tiles, out, y_CK, matrix(x_CD), matrix(w_VD), used, transform, first_class, C, len(w_VD), K, vocab,
+        BLOCK=block_of(x_CD.shape[1]), WIDTH=power_of_2(tiles.P), num_warps=4,
+    )  # fmt: skip
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class", "C"])  # type: ignore[untyped-decorator]
+def _put_entries(g, ids, entry_ptr, used, first_class, C, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    g_ptr, g_stride, columns = g
+    id_ptr, _, count = ids
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDTH)
+    end = tl.where(i < counted_rows(used, C), count, 0)
+    column = tl.load(id_ptr + i * count + k, mask=k < end, other=-1)
+    here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
+    entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
+    tl.store(g_ptr + i * g_stride + column - first_class, entry, mask=here)
+
+
+def put_entries(g_CV: Tensor, of_row: Gradient, first_class: int, used: Used = ALL) -> None:
+    """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
+    WIDTH, C = power_of_2(of_row.id.shape[1]), len(g_CV)
+    _put_entries[(C,)](matrix(g_CV), matrix(of_row.id), of_row.entry, used, first_class, C, WIDTH=WIDTH, num_warps=1)
