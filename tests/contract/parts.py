@@ -247,6 +247,7 @@ FUNCTIONS = {
 }  # fmt: skip
 MODES = {
     "mlp": Mode(FUNCTIONS["swiglu_mlp"]),
+    "mlp-dense": Mode(FUNCTIONS["swiglu_mlp"], {"checkpoint_level": 0, "bias": False}),
     "mlp-saved": Mode(FUNCTIONS["swiglu_mlp"], {"checkpoint_level": 0, "activation": "gelu_tanh"}),
     "mlp-tiles": Mode(FUNCTIONS["swiglu_mlp"], {"tile_tokens": 4, "bias": False}),
     "mlp-lora": Mode(FUNCTIONS["adapted_mlp"], {"checkpoint_level": 0, "tile_tokens": 4}),

@@ -97,7 +97,7 @@ class SwigluCall(NamedTuple):
     def project(self) -> list[Tensor]:
         """Return gate and up [N, F]."""
         gate, up, _ = self._projections()
-        x_ND, made = _rows(self.input), self.empty_projections()
+        x_ND, made = rows_of(self.input), self.empty_projections()
         for tile in self._tiles():
             x = _part(x_ND, tile).to(self.dtype)
             for projection, out_NF in zip((gate, up), made, strict=True):
@@ -111,9 +111,9 @@ class SwigluCall(NamedTuple):
     def output(self, held: Sequence[Tensor]) -> Tensor:
         """Return the output [..., D] from gate and up [N, F], or if there are none from the input."""
         gate, up, down = self._projections()
-        x_ND = _rows(self.input)
+        x_ND = rows_of(self.input)
         y: Tensor = x_ND.new_empty(self.output_shape, dtype=self.dtype)
-        y_ND = _rows(y)
+        y_ND = rows_of(y)
         for tile in self._tiles():
             if held:
                 g, u = (_part(t, tile) for t in held)
@@ -145,7 +145,7 @@ class SwigluCall(NamedTuple):
             for i, (t, flag) in enumerate(zip(self.tensors[1:], wanted[1:], strict=True))
         ]
         projections = self._projections(sums)
-        x_ND, dy_ND = _rows(self.input), _rows(upstream)
+        x_ND, dy_ND = rows_of(self.input), rows_of(upstream)
         dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted[0] else None
         for tile in tiles:
             sides = [_part(t, tile) for t in held]
@@ -257,7 +257,7 @@ class SwigluCall(NamedTuple):
         return 2 * self.tokens * self.down_shape[1] * hidden
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     """Return [..., D] as [N, D], itself or a view where its strides allow."""
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 

@@ -45,8 +45,8 @@ class Operators:
             "_backward", ", bool[] needed, Tensor upstream, Tensor[] held", "Tensor[]",
             self._all_gradients, _like_gradients, kind.gradients_flop,
         )  # fmt: skip
-        twice = message(public, "to be differentiated once", "a second derivative", f"For those {instead}.")
-        self._first = node(f"{name.title()}Mlp", public, self._save, self._gradients_of, twice)
+        self.twice = message(public, "to be differentiated once", "a second derivative", f"For those {instead}.")
+        self._first = node(f"{name.title()}Mlp", public, self._save, self._gradients_of, self.twice)
 
         def forward(ctx: Any, _: Tensor, *args: Any) -> Any:
             ctx.count = len(args)

@@ -16,6 +16,7 @@ from lowtide.arguments import (
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.mlp.call import SwigluCall
+from lowtide.mlp.dense import dense_node, is_dense
 from lowtide.mlp.operators import Operators
 from lowtide.mlp.projection import Packed, Projection
 
@@ -30,6 +31,7 @@ _WRITTEN_OUT = (
 )
 # Gate and up [N, F], and the output [..., D].
 _SWIGLU = Operators("swiglu", "swiglu_mlp", f"write it out: {_WRITTEN_OUT}", SwigluCall, tensors=13)
+_DENSE = dense_node(_SWIGLU.twice)
 
 
 def swiglu_mlp(
@@ -133,6 +135,10 @@ def adapted_mlp(
     Only level and tile, which users set as attributes, are checked: the caller made the projections of modules that it
     had checked.
     """
+    if up is not None and tile_tokens is None and operand_dtype(input) == input.dtype:
+        weights = [p.weight for p in (gate, up, down) if p.bias is None and p.adapter is None]
+        if len(weights) == 3 and is_dense(input, *weights):
+            return _DENSE.apply(input, *weights, activation, check_level(checkpoint_level))  # type: ignore[no-any-return, no-untyped-call]
     tensors: list[Any] = [input]
     packed: list[Tensor] = []
     forms, scales, dropouts = [], [], []
