@@ -259,12 +259,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "return _reduced(values, reduction, keep.sum().clamp(min=1), num_items)", "losses/test_tokens.py -k values",
         ),
         Mutant(
-            "losses/checks.py", "tensor.where(keep, 0) for tensor in tensors", "tensor * keep for tensor in tensors",
+            "losses/reduction.py", "tensor.where(keep, 0) for tensor in tensors", "tensor * keep for tensor in tensors",
             "losses/test_tokens.py -k masked",
         ),
         Mutant(
-            "losses/checks.py", "return tensor.to(torch.promote_types(tensor.dtype, torch.float32))", "return tensor",
-            "losses/test_tokens.py -k dtypes",
+            "losses/reduction.py", "return tensor.to(torch.promote_types(tensor.dtype, torch.float32))",
+            "return tensor", "losses/test_tokens.py -k dtypes",
         ),
         Mutant("losses/preference.py", "-e) / (1 - 2 * e)", "-e) / (1 - e)", "losses/test_pairs.py -k robust"),
         Mutant(

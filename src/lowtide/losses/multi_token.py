@@ -16,7 +16,7 @@ from lowtide.head.call import scalar_on
 from lowtide.head.cross_entropy import linear_cross_entropy, mean_and_parts
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.shard import VocabShard
-from lowtide.losses.checks import check_place, check_positive
+from lowtide.losses.reduction import check_place, check_positive
 
 
 class StepLosses(NamedTuple):

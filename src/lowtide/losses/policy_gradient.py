@@ -6,7 +6,6 @@ from torch import Tensor
 
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import check_floats, check_mask, check_not_negative, check_positive, check_tokens
 from lowtide.losses.policy_terms import (
     ClippedTerms,
     PolicyTerms,
@@ -16,6 +15,7 @@ from lowtide.losses.policy_terms import (
     per_token_advantage,
     policy_loss,
 )
+from lowtide.losses.reduction import check_floats, check_mask, check_not_negative, check_positive, check_tokens
 
 
 def ppo_loss(

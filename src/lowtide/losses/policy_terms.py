@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lowtide.arguments import check_index, check_name, check_number
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import (
+from lowtide.losses.reduction import (
+    TokenReductionOptions,
     bounded_exp,
     bounded_expm1,
     check_floats,
@@ -19,8 +20,9 @@ from lowtide.losses.checks import (
     check_positive,
     check_tokens,
     check_valid,
+    per_sequence,
+    reduce_tokens,
 )
-from lowtide.losses.reduction import TokenReductionOptions, per_sequence, reduce_tokens
 
 RatioLevel = Literal["token", "sequence", "geometric", "geometric_token"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]

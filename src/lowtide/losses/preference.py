@@ -10,7 +10,9 @@ from torch.nn.functional import logsigmoid
 from lowtide.arguments import check_name, check_number, scalar_tensor
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import Reduction
-from lowtide.losses.checks import (
+from lowtide.losses.reduction import (
+    NumItems,
+    SequenceReductionOptions,
     bounded_expm1,
     check_alike,
     check_bool,
@@ -19,8 +21,8 @@ from lowtide.losses.checks import (
     check_not_negative,
     check_place,
     check_positive,
+    reduce_sequences,
 )
-from lowtide.losses.reduction import NumItems, SequenceReductionOptions, reduce_sequences
 
 DPOKind = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",

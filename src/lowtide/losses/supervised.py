@@ -10,9 +10,16 @@ from torch import Tensor
 
 from lowtide.arguments import check_name, check_number
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import check_mask, check_not_negative, check_positive, check_tokens, check_valid
 from lowtide.losses.policy_terms import kl_estimate
-from lowtide.losses.reduction import TokenReductionOptions, reduce_tokens
+from lowtide.losses.reduction import (
+    TokenReductionOptions,
+    check_mask,
+    check_not_negative,
+    check_positive,
+    check_tokens,
+    check_valid,
+    reduce_tokens,
+)
 
 
 def sft_loss(logprob: Tensor, mask: Tensor | None = None, **reduce: Unpack[TokenReductionOptions]) -> Tensor:

@@ -138,7 +138,7 @@ def adapted_mlp(
     if up is not None and tile_tokens is None and operand_dtype(input) == input.dtype:
         weights = [p.weight for p in (gate, up, down) if p.bias is None and p.adapter is None]
         if len(weights) == 3 and is_dense(input, *weights):
-            return _DENSE.apply(input, *weights, activation, check_level(checkpoint_level))  # type: ignore[no-any-return, no-untyped-call]
+            return _DENSE.apply(input, *weights, activation, check_level(checkpoint_level))  # type: ignore[no-any-return]
     tensors: list[Any] = [input]
     packed: list[Tensor] = []
     forms, scales, dropouts = [], [], []
