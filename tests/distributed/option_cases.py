@@ -121,7 +121,7 @@ def dropped() -> None:
     """With "drop" ignored tokens have no row in any GEMM, also where the tokens' sequence is sharded."""
     calls: list[tuple[str, Arguments, float]] = [  # and which share of the tokens is ignored
         (LOSS, {"shift": True}, 0.6),
-        (LOSS, {"gradient": "recompute", "reduction": "sum", "weight": True}, 0.6),
+        (LOSS, {"gradient": "recompute", "reduction": "sum", "weight": True, "label_smoothing": 0.1}, 0.6),
         (LOSS, {"reduction": "none", "shift": True}, 1.0),
         ("linear_logprobs", {"targets": 3}, 0.6),
         (STATS, {"want": ("logprob", "is_top1")}, 0.6),

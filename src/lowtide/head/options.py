@@ -39,8 +39,8 @@ class HeadOptions:
             the calls before, else as ``"compute"``; elsewhere, and where the vocabulary is sharded, ``"compute"``.
             ``"skip"``: nothing on Hopper on the exponential path, where the device finds them and the host does not
             wait; without any a call takes up to 12% longer. Elsewhere as ``"auto"``. ``"drop"``: the host waits for the
-            device once a pass and drops them before the first GEMM, on every backend. Ranks that share a vocabulary
-            have to have as many valid tokens, and a sequence that is sharded is gathered first, [N, D].
+            device once a pass and drops them before the first GEMM, on every backend. A sequence that is sharded over
+            ranks is gathered first, [N, D].
             ``"compute"``: computed and discarded everywhere. `linear_apply` drops them in any case.
 
         skip: The largest relative error that the gradients of `linear_cross_entropy`, and of log-probabilities of one

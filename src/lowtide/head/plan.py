@@ -674,7 +674,7 @@ def _cut_exponentials(work: Work) -> Cut:
         few = power_of_2(-(-N // FEW_CHUNKS)) if trained else 0
         most = max(4096 // part, piece, EXP_BYTES // (2 * part * V), few, least)
         longest = min(longest, most, max(N // 2, EXP_ROWS, least))
-    unit = 2 * work.groups if sharded else 1  # two pieces, each with as many rows of each rank that has its own tokens
+    unit = 2 * work.groups if work.groups > 1 else 1  # two pieces, each with as many rows of each rank's tokens
     longest = rows = max(unit, min(longest, -(-N // unit) * unit) // unit * unit)
     if rows < N:
         power = 1 << rows.bit_length() - 1
@@ -690,7 +690,9 @@ def _cut_exponentials(work: Work) -> Cut:
     if work.gradient == "recompute" or (short and not work.kept):
         block = _fitting_block(N, V, room, of_block, many)
     if (block is None or (block[0] < 2 * rows and many(block[0]) == many(rows))) and work.gradient == "forward":
-        product_rows = rows // 2 if sharded and rows > piece else level(rows, min(rows, piece))
+        product_rows = max(level(rows, min(rows, piece)), -(-rows // 2) * sharded)
+        if unit > 1 and rows > piece:
+            product_rows = rows // 2
         scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
         return rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows}
     rows, columns = block or (whole_tiles(longest, tile_of(longest)), V)

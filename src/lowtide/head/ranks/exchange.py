@@ -12,10 +12,7 @@ from torch import Tensor
 
 def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
     """Return each rank's whole numbers; the host waits for them."""
-    mine = torch.tensor(numbers, device=device)
-    gathered = [torch.zeros_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
-    of_ranks: list[list[int]] = torch.stack(gathered).tolist()  # one wait for the device
+    of_ranks: list[list[int]] = begin_gather(torch.tensor(numbers, device=device), group).get().tolist()
     return of_ranks
 
 
