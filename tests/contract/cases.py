@@ -166,7 +166,7 @@ def everything(z: Tensor, y: Tensor, a: Tensor, temperature: Tensor, matrix: Ten
     chosen = logp.gather(-1, y[:, None])[:, 0]
     return {
         "token": chosen * a[:, 0],
-        "row": ((logp[:, :, None] * matrix).sum(1), [None, logp[:, :2, None].expand(-1, -1, 3)]),
+        "row": ((logp[:, :, None] * matrix).sum(1), [logp[:, :2, None].expand(-1, -1, 3)]),
         "argmax": z.argmax(-1),
         "right": z.argmax(-1) == y,
         "detached": chosen.detach(),
@@ -227,9 +227,7 @@ def apply_oracle(
     z = logits_of(input[keep], linear_weight, linear_bias, softcap, logit_scale)
     rows = APPLIED[out](z, target[keep], weights[keep], temperature, matrix)
 
-    def spread(leaf: Tensor | None) -> Tensor | None:
-        if leaf is None:
-            return None
+    def spread(leaf: Tensor) -> Tensor:
         whole = leaf.new_zeros((*leading, *leaf.shape[1:]))
         return whole.masked_scatter(keep.view((*leading, *[1] * (leaf.dim() - 1))), leaf.contiguous())
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 import support
 from contract.cases import LEAVES
 from contract.function import NARROW, Mode, gradients, leaves, total, trained, true_gradients
-from contract.table import HEADS, MODES, PUBLIC, each, every_mode
+from contract.table import MODES, PUBLIC, each, every_mode
 from lowtide.errors import LowtideError, UnsupportedError
 from promises import promise
 from support import assert_near, every_pair, in_float64, relative_error
@@ -291,15 +291,6 @@ def test_gradients_of_several_outputs_at_once_are_refused(mode: Mode) -> None:
     out = next(value for value in mode.run(kwargs).values() if value.requires_grad)
     with pytest.raises(UnsupportedError, match="one gradient of its output at a time"):
         torch.autograd.grad(out, leaves(kwargs)[0], out.new_ones(3, *out.shape), is_grads_batched=True)
-
-
-@promise("errors")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
-@each(HEADS)
-def test_a_trace_of_torchscript_is_refused(mode: Mode) -> None:
-    kwargs = mode.arguments(4, dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match=r"^input: expected .* inside torch\.jit\.trace\. Use torch\.compile"):
-        torch.jit.trace(lambda x: total(mode.run(kwargs | {"input": x})), (kwargs["input"].detach(),))
 
 
 @promise("again")

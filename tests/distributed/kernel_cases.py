@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.cases import FUNCTIONS, KINDS, NARROW, OF_SETS, Arguments, trained
+from contract.cases import FUNCTIONS, OF_SETS, Arguments, trained
 from distributed.launch import DEVICE, THOROUGH, main
 from distributed.option_cases import FEWER
 from distributed.sharded import WAYS, compare, kernels, problem
@@ -18,10 +18,8 @@ from support import in_float64, oracle, pairs, relative_error
 SINGLE = torch.float32
 RUNS = {  # dtypes, one option more, and how near values come; on a GPU statistics have kernels in bfloat16
     "linear_token_stats": ([SINGLE], 1e-5) if DEVICE == "cpu" else ([torch.bfloat16], 2e-4),
-    "linear_divergence": ([SINGLE] if DEVICE == "cpu" else [SINGLE, *NARROW], 1e-5),
 } | ({"linear_cross_entropy": ([SINGLE], 2e-5)} if DEVICE == "cpu" else {})  # on GPUs: tests/gpu/rank_cases.py
 FEW: dict[str, list[Any]] = {
-    "kind": KINDS[2:3],
     "linear_bias": [True],
     "leading": [(2, 4)],  # two chunks of rows, and a rank without any of them
     "ignored": ["some"],
@@ -33,18 +31,15 @@ FEW: dict[str, list[Any]] = {
     "z_loss": [1e-2],
     "weight": [True],
     "reduction": ["none", "mean"],
-    "tail": [None],
     "targets": [1, 3],
     "want": [OF_TILES, ("entropy",)],
-    "teacher_bias": [True],
-    "temperature": ["tensor"],
 }
 
 
 def every_option() -> None:
     """Pairs of options, or half of these; of the cross entropy in both schedules, and with huge logits."""
     for name, (dtypes, near) in RUNS.items():
-        function, backend = FUNCTIONS[name], "row" if name == "linear_divergence" else "exp"
+        function = FUNCTIONS[name]
         loss = name == "linear_cross_entropy"
         fewer = FEWER | FEW | {"workspace_mib": [0.004 if DEVICE != "cpu" else None]}
         options = function.options | {option: values for option, values in fewer.items() if option in function.options}
@@ -65,7 +60,7 @@ def every_option() -> None:
                 ways = WAYS if THOROUGH else WAYS[1:] if loss else [way]
                 compare(name, kwargs, ways, (schedule, huge, choice), i, most.__getitem__)
             whole = loss and choice["softcap"] and choice["label_smoothing"]
-            assert DEVICE != "cpu" or set(used) == (set() if whole else {backend})
+            assert DEVICE != "cpu" or set(used) == (set() if whole else {"exp"})
 
 
 def lost_in_float32(kwargs: Arguments, most: dict[str, float]) -> dict[str, float]:

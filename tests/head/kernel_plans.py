@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 import lowtide.head.apply as face
-from lowtide.head import function
+from lowtide.head import divergence
 from lowtide.head.backends import NOT_OF_TILES
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, gradient_buffers
 from lowtide.head.gradients import Gradients
 from lowtide.head.plan import HeadPlan
-from lowtide.head.terms import cross_entropy, divergence, token_stats
+from lowtide.head.terms import cross_entropy, token_stats
+from lowtide.head.terms.dense import Dense
 from lowtide.head.token_stats import WANTS
 
 CHUNK = 7  # rows
@@ -73,11 +74,15 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
 
     def pair_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
         student, teacher = of_pair(head, args, n, wanted, stored=stored)
-        if args.teacher_weight is None:
+        if args.teacher_weight is None or not head.ranks.alone:
             return student, teacher
         pieces = 3 if head.dtype != torch.float32 and any(wanted) else CHUNK
         student = replace(small(student, "row", head.dtype), product_rows=pieces)
         return student, replace(student, logits_gemm=small(teacher, "row", args.teacher_dtype).logits_gemm)
+
+    def of_ranks(head: Head, *args: Any) -> Dense:
+        assert not head.ranks.alone  # nothing but kernels may run
+        return Dense(head, *args)
 
     def apply_plan(N: int, D: int, V: int, dtype: torch.dtype, *args: Any, **kwargs: Any) -> HeadPlan:
         return small(of_apply(N, D, V, dtype, *args, **kwargs), "torch", dtype)
@@ -98,9 +103,8 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     patched.setattr(cross_entropy, "plan_cross_entropy", loss_plan)
     patched.setattr(token_stats, "plan_token_stats", stats_plan)
     patched.setattr(divergence, "plan_both_sides", pair_plans)
-    patched.setattr(divergence, "Dense", None)  # nothing else may run
+    patched.setattr(divergence, "Dense", of_ranks)
     patched.setattr(face, "plan_head", apply_plan)
-    patched.setattr(function, "why_not_row", lambda *_: None)
     for module in (cross_entropy, token_stats, divergence):
         patched.setattr(module, "gradient_buffers", poisoned)
     patched.setattr(Head, "drops_tokens", False)

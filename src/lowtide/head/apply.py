@@ -1,28 +1,60 @@
-"""Any function of the final linear layer's logits, computed in chunks."""
+"""Any function of the final linear layer's logits, computed in chunks.
 
-from collections.abc import Callable, Sequence
+`engine` has the loop over chunks. The user's function gets a chunk's logits in pieces, whose gradient, its vjp, takes
+their place. Where the vocabulary is sharded, ranks exchange a chunk's logits so that each gets whole rows of its share
+of them, and only that rank calls the function on these; the gradient goes back the same way. N tokens, n of them
+computed (masked ones are dropped), C rows of a chunk, c of a piece, D hidden size, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.random import fork_rng
 from torch.utils import _pytree as pytree
 
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.graph import keep_stored, node, run_in_eager, take_stored
-from lowtide.head.call import check_mask, checked_call
-from lowtide.head.function import FunctionTerms, UserFunction, compiled, current_autocast, isolated, plan_comparison
-from lowtide.head.gradients import scaled, times
+from lowtide.graph import keep_stored, node, run_in_eager, take_stored, undisturbed, watched
+from lowtide.head.call import Head, Wanted, check_mask, checked_call
+from lowtide.head.engine import Numbers, Terms, gradient_buffers, narrow_view, run
+from lowtide.head.gradients import Gradients, scaled
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import plan_head
+from lowtide.head.plan import HeadPlan, evenly, plan_head
 from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.rows import Rows, slices, take_leading
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
 TWICE = (
     "lowtide.linear_apply: expected to be differentiated once, got a second derivative. For those"
     f" build the logits: {NAIVE}."
 )
+ROWS = 15  # of a comparison: an odd number, whose halves tear pairs apart
+ROUNDING, NARROW_ROUNDING = 1e-5, 2e-2  # of a result's largest value; where fn multiplies in bfloat16, or returns it
+NOISE, NOISE_MARGIN = 2.0**-20, 16  # of each logit: what shows how far rounding may carry a result
+OF_TOKENS = (
+    "results for a token that do not depend on the other tokens",
+    "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens afterwards, on what"
+    " linear_apply returns.",
+)
+OF_SUMS = (
+    'scalars that add up over tokens with out="sum"',
+    "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens afterwards, or"
+    ' take out="token". What one token gets must not depend on the others.',
+)
+REMEMBERED = 256
 _TENSOR = object()  # the placeholder of a tensor
+_compared: set[Any] = set()  # keys of calls whose function was compared
+
+# Gives the function its logits in the chunk's own memory, as the result of an operator and not as a leaf: so
+# ``logits /= temperature`` is allowed, as it is on the output of a linear layer. Nothing goes back beyond them.
+_LOGITS = node("Logits", "linear_apply", lambda _, anchor, held: held[0].detach(), lambda *_: ([], None))  # noqa: ARG005
 
 
 @run_in_eager  # plan and loop are the host's, and in no graph
@@ -78,8 +110,8 @@ def linear_apply(
         vocab_shard: For a sharded vocabulary, whose rows ``linear_weight`` and ``linear_bias`` have on this rank: see
             `VocabShard`. All else is the same on every rank. DTensors need no `VocabShard`:
             ``linear_weight`` and ``linear_bias`` with ``Shard(0)``, ``input`` with ``Replicate()`` or, for sequence
-            parallelism, ``Shard`` of an axis of tokens, the others whole. ``fn`` still gets whole rows of
-            logits: the ranks exchange a chunk's, and each calls it on its share of the rows.
+            parallelism, ``Shard`` of an axis of tokens, which is gathered first, the others whole. ``fn`` still gets
+            whole rows of logits: the ranks exchange a chunk's, and each calls it on its share of the rows.
 
     Returns:
         Any: What ``fn`` returns, of its dtypes: with "token" [..., *] for [C, *], with "sum" the sums. Integers,
@@ -88,12 +120,12 @@ def linear_apply(
 
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; results of ``fn`` with a wrong leading size;
-            a result for some tokens that is seen to depend on others, among them a mean with ``out="sum"``; results
-            that are not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that
-            it changes in place. Also a `ValueError`.
+            a result for some tokens that is seen to depend on others, among them a mean with ``out="sum"``; a tensor
+            that ``fn`` closes over and that requires a gradient; an argument that it changes in place. Also a
+            `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
-        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, an ``fn`` that
-            torch.compile cannot compile, options that an arbitrary function cannot have; also a `RuntimeError`.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, options that an arbitrary
+            function cannot have; also a `RuntimeError`.
 
     Note:
         With "sum" and one differentiable scalar the gradients are computed in forward, and backward multiplies them
@@ -120,8 +152,8 @@ def linear_apply(
     for tensor in tensors:
         if tensor.requires_grad:  # the others are passed to fn unmodified
             check_dense("params", tensor)
-    watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
-    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=NAIVE)
+    others = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
+    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *others, instead=NAIVE)
     of_head = input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     head = checked_call("linear_apply", *of_head, gathered=True)
     ranks, leading = head.ranks, input.shape[:-1]
@@ -130,14 +162,13 @@ def linear_apply(
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
-    index = None if mask is None else _places(mask, head.input.device)
-    n, V = leading.numel() if index is None else index.numel(), ranks.vocab
+    device, weight, V = head.input.device, head.weight_VD, ranks.vocab
+    index = None if mask is None else _places(mask, device)
     if not ranks.alone:  # the same plan on each, made for the largest shard: a shard's logits, sent, received
         V = max(V, 3 * ranks.most_rows)
-    weight = head.weight_VD
     plan = plan_head(
-        n, weight.shape[1], V, head.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
-        weight_frozen=head.frozen, function=True,
+        leading.numel() if index is None else index.numel(), weight.shape[1], V, head.dtype, device, options,
+        weight_dtype=weight.dtype, reduction="sum", weight_frozen=head.frozen, function=True,
     )  # fmt: skip
     rest = pytree.tree_map_only(Tensor, lambda _: _TENSOR, params)
 
@@ -145,15 +176,14 @@ def linear_apply(
         left = iter(given)
         return pytree.tree_map(lambda leaf: next(left) if leaf is _TENSOR else leaf, rest)
 
-    function = UserFunction(
-        plain=fn, run=compiled(fn) if compile else fn, per_token=out == "token", graph=torch.is_grad_enabled(),
-        autocast=current_autocast(head.input.device), token_args=len(token_args), with_params=with_params,
-        leading=leading, plan=plan, gradient=head.gradient, settings=head[3:],
+    call = Call(
+        fn=fn, run=compiled(fn) if compile else fn, per_token=out == "token", graph=torch.is_grad_enabled(),
+        autocast=_autocast_of(device), token_args=len(token_args), with_params=with_params, leading=leading,
+        index=index, plan=plan, settings=head[3:],
     )  # fmt: skip
-    *found, spec = _NODE.apply(*head[:3], index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
-    axes = leading if out == "token" else torch.Size()
-    shaped = [None if x is None else x.view(axes + x.shape[1:]) for x in found]
-    return pytree.tree_unflatten([None if x is None else ranks.result(x) for x in shaped], spec)
+    *found, spec = _NODE.apply(*head[:3], *token_args, *tensors, call)  # type: ignore[no-untyped-call]
+    axes = leading if call.per_token else torch.Size()
+    return pytree.tree_unflatten([ranks.result(x.view(axes + x.shape[call.per_token :])) for x in found], spec)
 
 
 def _check_arguments(
@@ -183,49 +213,431 @@ def _places(mask: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+def _autocast_of(device: torch.device) -> torch.dtype | None:
+    on = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
+
+
+@lru_cache(maxsize=8)  # which keeps them alive
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` compiled, the same object each time."""
+    return torch.compile(fn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call, without the tensors that autograd watches."""
+
+    fn: Callable[..., Any]
+    run: Callable[..., Any]  # that, or the same compiled
+    per_token: bool  # whether its results have a row for each row of logits; else they are scalars that add up
+    graph: bool  # whether results are connected to their inputs
+    autocast: torch.dtype | None  # in which fn runs, in backward too; None: off
+    token_args: int  # how many
+    with_params: Callable[[Sequence[Tensor]], Any]  # the last arguments, of the tensors among them
+    leading: torch.Size  # axes of all tokens
+    index: Tensor | None  # [n] places of those that are computed; None: all
+    plan: HeadPlan
+    settings: tuple[Any, ...]  # of the `Head`, after its tensors
+
+
 def _forward(ctx: Any, *args: Any) -> Any:
     """One scalar to differentiate: store its gradients. Else backward runs the function once more."""
-    *tensors, function = args
-    needed = [function.graph and need for need in ctx.needs_input_grad[:-1]]
-    store = any(needed) and not function.per_token and function.gradient != "recompute"
-    with isolated(tensors[0].device):
-        terms = FunctionTerms(function, tensors, needed)
-        plan_comparison(terms)
-        ctx.stores = terms.forward(store=store)
-        stored = terms.gradients() if ctx.stores else []
-    ctx.function, ctx.states = function, terms.states
-    if ctx.stores:
-        ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
-        keep_stored(ctx, stored, tensors)
-    elif any(needed):
-        if function.gradient == "forward" and function.plan.rows:
-            got = f"{sum(terms.differentiable)} that need a gradient"
-            raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
-        ctx.save_for_backward(*tensors)
-    leaves = terms.results()
-    flags = zip(leaves, terms.differentiable, strict=True)
-    ctx.mark_non_differentiable(*(leaf for leaf, flag in flags if leaf is not None and not flag))
-    return *leaves, terms.spec
+    *tensors, call = args
+    needed = [call.graph and need for need in ctx.needs_input_grad[:-1]]
+    ctx.call, ctx.state, device = call, None, tensors[0].device
+    with isolated(device):
+        terms = FunctionTerms(call, tensors, needed)
+        terms.plan_comparison()
+        before = random_state(device) if call.graph and has_numbers(tensors[0]) else None
+        gradient = terms.head.gradient
+        ctx.stores = terms.compute(store=any(needed) and not call.per_token and gradient != "recompute")
+        if before is not None and not same_state(before, random_state(device)):
+            ctx.state = before
+        results = terms.whole_results()
+        if ctx.stores:
+            ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
+            keep_stored(ctx, terms.gradients(), tensors)
+        elif any(needed):
+            if gradient == "forward" and call.plan.rows:
+                got = f"{sum(terms.differentiable)} that need a gradient"
+                raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
+            ctx.save_for_backward(*tensors)
+    flags = zip(results, terms.differentiable, strict=True)
+    ctx.mark_non_differentiable(*(x for x, flag in flags if not flag))
+    return *results, terms.form[0]
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
-    """Scale stored gradients: what is 0 stays 0, as of tokens that are masked, or that the function leaves out."""
-    needed = ctx.needs_input_grad[:-1]
+    call, needed = ctx.call, ctx.needs_input_grad[:-1]
     if not ctx.stores:
         tensors = ctx.saved_tensors
-        with isolated(tensors[0].device):
-            terms = FunctionTerms(ctx.function, tensors, needed)
-            terms.backward(upstream[:-1], ctx.states)
+        device = tensors[0].device
+        with isolated(device), fork_rng(_gpus(device), enabled=ctx.state is not None):
+            if ctx.state is not None:
+                set_random_state(ctx.state, device)
+            terms = FunctionTerms(call, tensors, needed)
+            terms.compute(upstream[:-1])
             pairs = zip(terms.gradients(), tensors, strict=True)
             return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
     factor = next(u for u in upstream if u is not None)
+    factor = factor if call.plan.rows else torch.zeros_like(factor)  # of no tokens, whatever comes from upstream
     stored, sources, in_place = take_stored(ctx, "linear_apply")
+    kept_N = None
+    if call.index is not None:
+        kept_N = torch.zeros(call.leading.numel(), dtype=torch.bool, device=factor.device).index_fill_(0, call.index, 1)
     grads: list[Tensor | None] = [None] * len(stored)
     for i, (grad, form) in enumerate(zip(stored, ctx.forms, strict=True)):
-        if grad is not None and needed[i]:  # the first two are as large as hidden states and weight
-            product = times(grad, factor) if i > 1 else scaled(grad, factor, in_place, zeros_stay=True)
+        if grad is not None and needed[i]:
+            if i < 2:  # as large as hidden states and weight
+                product = scaled(grad, factor, in_place, kept_N if i == 0 else None)
+            else:  # what is 0 stays 0, as of tokens that are masked
+                product = (grad * factor).masked_fill_(grad == 0, 0)
             grads[i] = product.to(form[0]).view(form[1])
     return grads, sources
 
 
 _NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)
+
+
+class FunctionTerms(Terms):
+    """One pass over the tokens, of forward or of backward, in which the ``needed`` tensors get a gradient.
+
+    ``tensors`` are input, weight, bias, token arguments and params.
+    """
+
+    def __init__(self, call: Call, tensors: Sequence[Any], needed: Sequence[bool]) -> None:
+        x, w, b, *rest = tensors
+        self.call, self.plan, self.head = call, call.plan, Head(x, w, b, *call.settings).prepared()
+        self.rows, self.wanted = Rows(tokens=call.leading.numel(), index=call.index), Wanted(*needed[:3])
+        self.leaves = [t.detach().requires_grad_(need) for t, need in zip(rest, needed[3:], strict=True)]
+        self.args, self.params = self.leaves[: call.token_args], self.leaves[call.token_args :]
+        self.anchor = torch.zeros((), device=x.device, requires_grad=True) if any(self.wanted) else None
+        self.narrowed = self.plan.backward_gemm == "narrow" and self.head.ranks.alone
+        self.form: Any = None  # of the results: their structure, and of each its dtype and the shape of a row
+        self.results: list[Tensor] = []  # [N, *], or what they add up to
+        self.differentiable: list[bool] = []
+        self.compares = False  # the function, on the first chunk
+        self._upstream: Sequence[Tensor | None] | None = None  # of the results
+        self._into: Gradients | None = None
+        self._of_leaves: dict[int, Tensor] = {}  # gradients of those that are trained
+
+    def compute(self, upstream: Sequence[Tensor | None] | None = None, *, store: bool = False) -> bool:
+        """Compute the results, or the gradients for their ``upstream`` ones, [N, *] or scalars.
+
+        With ``store`` and one derivative to take, return True: the gradients are there too, for an upstream one of 1.
+        """
+        self._upstream, axes = upstream, len(self.call.leading)
+        if store or upstream is not None:
+            self._into = gradient_buffers(self.head, self.rows, self.plan, self.wanted, stored=store)
+            for i, t in enumerate(self.leaves):
+                if t.requires_grad:
+                    self._of_leaves[i] = self._total(
+                        t.shape[axes:] if i < len(self.args) else t.shape, t, i < len(self.args)
+                    )
+        run(self.head, self.rows, self.plan, self, self._into, upstream=lambda *_: None)
+        return self._into is not None
+
+    def both_(self, z: Tensor, part: slice, upstream: Any) -> tuple[Numbers, None]:  # noqa: ARG002
+        """See `numbers`."""
+        return self.numbers(z, part), None
+
+    def numbers(self, z: Tensor, part: slice) -> Numbers:
+        """Call the function on a chunk's rows, and where gradients are computed leave that of ``x @ w.T`` in ``z``."""
+        ranks = self.head.ranks
+        own_cV, share = ranks.whole_rows(z[:, : ranks.rows]), ranks.share_of(part)
+        if self.compares:
+            self.compares = False
+            self._compare(own_cV, share)
+        c, target_cV = len(own_cV), narrow_view(own_cV, self.head.dtype) if self.narrowed else own_cV
+        # what the function makes of no rows at all tells dtypes and shapes
+        for piece in list(slices(c, evenly(c, self.plan.piece_rows))) or [slice(0, 0)] * (self.form is None):
+            self._run(own_cV[piece], target_cV[piece], slice(share.start + piece.start, share.start + piece.stop))
+        if self._into is not None and self.anchor is not None and not ranks.alone:
+            z[:, : ranks.rows] = ranks.own_classes(own_cV, len(z))
+        return {}
+
+    def _run(self, z_cV: Tensor, target_cV: Tensor, rows: slice) -> None:
+        """Call the function on a piece, for its results or its gradients, or for both."""
+        # the slope of a cap is computed from what it returned, and the function may change its logits
+        capped = None if self.head.softcap is None or self._into is None else z_cV.clone()
+        index, per_token, args = self.rows.index, self.call.per_token, self._args(self.rows.index, rows)
+        at = rows if index is None else index[rows]
+        results, edge = self._evaluate(z_cV, args)
+        upstream: Sequence[Tensor | None] | None = self._upstream
+        if upstream is None:
+            upstream = self._collect(results, at)
+        elif per_token:
+            upstream = [None if u is None else u[at] for u in upstream]
+        if upstream is None or not len(z_cV):
+            return
+        pairs = zip(results, upstream, strict=True)
+        used = [(x, u.to(x.dtype)) for x, u in pairs if u is not None and x.requires_grad]
+        leaves, found = [*args, *self.params], list[Any]()
+        inputs: list[Any] = [leaves[i] for i in self._of_leaves] + [edge] * (edge is not None)
+        if used and inputs:
+            outputs, grads = zip(*used, strict=True)
+            found = list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
+        for (i, total), grad in zip(self._of_leaves.items(), found, strict=False):
+            if grad is not None:
+                put_or_add(total, grad, at if i < len(self.args) else None)
+        if edge is not None:
+            self._put(found[-1] if found else None, z_cV, target_cV, capped)
+
+    def _args(self, index: Tensor | None, rows: slice) -> list[Tensor]:
+        """Return the token arguments of some rows, as leaves."""
+        axes = len(self.call.leading)
+        return [take_leading(a.detach(), axes, index, rows).requires_grad_(a.requires_grad) for a in self.args]
+
+    def _evaluate(
+        self, z_cV: Tensor, args: Sequence[Tensor], run: Callable[..., Any] | None = None
+    ) -> tuple[list[Tensor], GradientEdge | None]:
+        """Call the function on a piece of logits, which it sees in their own memory; check results and what they reach.
+
+        Returns the results, and where their graph reaches the logits.
+        """
+        call, edge, leaves = self.call, None, (*args, *self.params)
+        # dynamo compiles once more for a single row, and a result for one row is no work worth compiling
+        run = run or (call.run if len(z_cV) > 1 else call.fn)
+        given = [t for t in leaves if not t.is_inference()]
+        before = [t._version for t in given]
+        # without autocast's cache of casts, whose graphs are freed with the first piece's
+        kind, dtype = z_cV.device.type, call.autocast
+        autocast = torch.autocast(kind, dtype, cache_enabled=False) if dtype else nullcontext()
+        with torch.set_grad_enabled(call.graph), autocast:
+            z = z_cV.detach()  # autograd refuses a change in place of a view that was made without it
+            if self.anchor is not None:
+                z = _LOGITS.apply(self.anchor, [z_cV])  # type: ignore[no-untyped-call]
+                edge = get_gradient_edge(z)
+            if run is not call.fn:
+                for tensor in (z, *args):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            try:
+                returned = run(z, *args, *call.with_params(self.params))
+            except Exception as error:
+                error.add_note(f"fn, which must take any number of rows, was called with logits {list(z_cV.shape)}.")
+                raise
+        if [t._version for t in given] != before:
+            raise ArgumentValueError(
+                message("fn", "its arguments unchanged", "one changed in place", "Work on a copy: x.clone().")
+            )
+        found, spec = pytree.tree_flatten(returned)
+        results = [_checked(x, z_cV, call.per_token) for x in found]
+        form = spec, [(x.dtype, *x.shape[1:]) for x in results]
+        if form != (self.form or form):
+            expected = f"results of one structure, dtype and shape for all rows, {self.form}"
+            raise ArgumentValueError(message("fn", expected, f"{form} for other rows"))
+        self.form = form
+        if call.graph:
+            _refuse_strangers(results, {id(t) for t in leaves}, edge)
+        return results, edge
+
+    def _collect(self, results: list[Tensor], at: slice | Tensor) -> list[Tensor] | None:
+        """Take the results of some rows; return upstream gradients, 1, where the only one's gradients are stored."""
+        per_token, into = self.call.per_token, self._into
+        if not self.differentiable:
+            self.differentiable = [False] * len(results)
+            self.results = [self._total(x.shape[per_token:], x, per_token) for x in results]
+        for i, x in enumerate(results):
+            self.differentiable[i] |= x.requires_grad
+            put_or_add(self.results[i], x, at if per_token else None)
+        if into is not None and sum(self.differentiable) != 1:  # left to backward
+            into.input_ND = into.weight_VD = into.bias_V = self._into = None
+        return None if self._into is None else [torch.ones_like(x) for x in results]
+
+    def _total(self, shape: Sequence[int], like: Tensor, rowwise: bool) -> Tensor:
+        """Return zeros for rows of this shape of all tokens, or for a sum: of narrow numbers in float32."""
+        wide = not rowwise and like.dtype in (torch.float16, torch.bfloat16)
+        return like.new_zeros([*[self.rows.tokens] * rowwise, *shape], dtype=torch.float32 if wide else like.dtype)
+
+    def _put(self, dz: Tensor | None, z_cV: Tensor, target_cV: Tensor, capped: Tensor | None) -> None:
+        """Leave the gradient of the product ``x @ w.T`` in ``target_cV``, from that of the logits."""
+        scale, cap = self.head.scale, self.head.softcap
+        assert not isinstance(cap, Tensor)
+        if dz is None:
+            target_cV.zero_()
+            return
+        if dz.layout != torch.strided:
+            dz = dz.to_dense()  # of gather(sparse_grad=True)
+        if capped is not None and cap is not None:
+            dz = torch.addcmul(dz, capped * dz, capped, value=-(cap**-2))
+        elif dz.untyped_storage().data_ptr() == z_cV.untyped_storage().data_ptr():
+            dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
+        if scale is None:
+            target_cV.copy_(dz)
+        else:
+            torch.mul(dz, scale, out=target_cV)
+
+    def whole_results(self) -> list[Tensor]:
+        """Return all results, [N, *] or scalars, in the function's own dtypes, the same on every rank."""
+        results = [self._of_all(x, self.call.per_token) for x in self.results]
+        return [x.to(form[0]) for x, form in zip(results, self.form[1], strict=True)]
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients in the order of the tensors, the same of token arguments and params on every rank."""
+        into, totals = self._into, self._of_leaves
+        assert into is not None
+        found = {i: self._of_all(total, i < len(self.args)) for i, total in totals.items()}
+        return [into.input_ND, into.weight_VD, into.bias_V, *map(found.get, range(len(self.leaves)))]
+
+    def _of_all(self, total: Tensor, rowwise: bool) -> Tensor:
+        """Return what all ranks have added up, each its own rows or sums."""
+        ranks = self.head.ranks
+        return ranks.put_together_(total) if rowwise else ranks.add_up_(total)
+
+    def plan_comparison(self) -> None:
+        """Have the first chunk compared, the first time that a function's code gets arguments of these shapes.
+
+        On a GPU the host waits for the comparison; a CUDA graph's capture, a call inside a dispatch mode (a selective
+        checkpoint counts the operators, which a second run has to repeat), and tensors without numbers have none. Of
+        ranks that share a vocabulary each compares its own rows.
+        """
+        x = self.head.input
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.compares = not (capturing or watched((x,)) or self.plan.rows < 2 or self._key() in _compared)
+
+    def _key(self) -> Any:
+        """Return a key that differs between calls with other code, shapes or dtypes."""
+        call, w = self.call, self.head.weight_VD
+        fn = inspect.unwrap(getattr(call.fn, "func", call.fn))  # of a partial one
+        shapes = tuple((a.shape[len(call.leading) :], a.dtype) for a in self.args)
+        return getattr(fn, "__code__", type(fn)), call.per_token, w.shape, w.dtype, shapes
+
+    def _compare(self, z_CV: Tensor, share: slice) -> None:
+        """Raise where results for a few rows differ from those for their two halves by more than rounding."""
+        with fork_rng(_gpus(z_CV.device)):
+            difference = self._difference(z_CV, share)
+        if difference is not None:
+            raise ArgumentValueError(difference)
+        if len(z_CV) > 1:
+            if len(_compared) >= REMEMBERED:
+                _compared.clear()
+            _compared.add(self._key())
+
+    def _difference(self, z_CV: Tensor, share: slice) -> str | None:
+        """Return in words how they differ. Halves of rows draw other random numbers: what draws any is not compared."""
+        count, device, per_token = min(len(z_CV), ROWS, max(2, self.plan.piece_rows)), z_CV.device, self.call.per_token
+        if count < 2:
+            return None
+        count -= count > 2 and count % 2 == 0
+
+        def results(start: int = 0, stop: int = count, noise: float = 0.0) -> list[Tensor]:
+            args = self._args(self.rows.index, slice(share.start + start, share.start + stop))
+            found, _ = self._evaluate(z_CV[start:stop] * (1 + noise), args, self.call.fn)
+            return [torch.view_as_real(x.detach().to(torch.complex128).resolve_conj()) for x in found]
+
+        before = random_state(device)
+        whole = results()
+        if not same_state(before, random_state(device)):
+            return None
+        pairs = zip(results(0, count // 2), results(count // 2), strict=True)
+        halves = [torch.cat(pair) if per_token else pair[0] + pair[1] for pair in pairs]
+        dtypes = [form[0] for form in self.form[1]]
+        narrow = self.call.autocast or any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in dtypes)
+
+        def agree(one: Tensor, two: Tensor, more: float = 0.0) -> bool:
+            bound = _largest(one) * (NARROW_ROUNDING if narrow else ROUNDING) + more
+            return torch.allclose(one, two, rtol=0, atol=bound, equal_nan=True)
+
+        for i, (one, two) in enumerate(zip(whole, halves, strict=True)):
+            if not agree(one, two) and not agree(one, two, NOISE_MARGIN * _largest(results(noise=NOISE)[i] - one)):
+                expected, hint = OF_TOKENS if per_token else OF_SUMS
+                return message("fn", expected, f"result {i}, which differs when rows come in two parts", hint)
+        return None
+
+
+def _checked(x: object, z_cV: Tensor, per_token: bool) -> Tensor:
+    """Return one result as a tensor of the right shape."""
+    if not per_token and type(x) in (int, float):
+        x = torch.full((), x, device=z_cV.device)  # type: ignore[call-overload]  # a copy from the host would wait
+    if not isinstance(x, Tensor):
+        kind = "tensors" if per_token else "scalar tensors or numbers"
+        raise ArgumentTypeError(message("fn", f"to return {kind}, in any pytree", type(x).__name__))
+    if per_token:
+        fits, expected = x.dim() > 0 and len(x) == len(z_cV), f"results of shape [{len(z_cV)}, ...]"
+        hint = 'Return one row for each row of logits, or scalars that add up, with out="sum".'
+    else:
+        fits, expected = x.dim() == 0 and x.dtype != torch.bool, 'numbers of shape [] with out="sum"'
+        hint = 'Sum over the tokens, x.sum() to count, or keep them with out="token".'
+    if not fits or x.device != z_cV.device:
+        got = f"shape {list(x.shape)} of {x.dtype} on {x.device} for logits {list(z_cV.shape)} on {z_cV.device}"
+        raise ArgumentValueError(message("fn", expected, got, hint))
+    return x
+
+
+def _refuse_strangers(results: Sequence[Tensor], known: set[int], logits: GradientEdge | None) -> None:
+    """Raise where the results' graph reaches a leaf that is no ``known`` argument: its gradient would be lost."""
+    todo: list[Any] = [get_gradient_edge(x).node for x in results if x.requires_grad]
+    seen = {None, logits and logits.node}
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        todo += [node for node, _ in at.next_functions]
+        if at.name().endswith("AccumulateGrad") and id(at.variable) not in known:
+            got = f"one from outside, made from a leaf of shape {list(at.variable.shape)}, whose gradient would be lost"
+            hint = (
+                "Pass it in params=(...,), or in token_args if it has a row for each token; fn gets it as an argument."
+                " Detach it if it needs no gradient."
+            )
+            raise ArgumentValueError(message("fn", "tensors that need a gradient to be passed as arguments", got, hint))
+
+
+def put_or_add(total: Tensor, value: Tensor, at: slice | Tensor | None) -> None:
+    """Write rows [c, ...] to their places ``at`` in the total [N, ...]; None: add to it."""
+    if at is None:
+        total += value.detach()
+    else:
+        total[at] = value.detach()
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Return whether a tensor holds numbers, and not their shapes alone."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a function of tensors on ``device`` draws from, on the host."""
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus(device))]
+
+
+def set_random_state(state: list[Tensor], device: torch.device) -> None:
+    """Put the generators there."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def same_state(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Return whether no random number was drawn between two states."""
+    return all(map(torch.equal, a, b))
+
+
+def _gpus(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _largest(x: Tensor) -> float:
+    """Return the largest finite magnitude, 0 where there is none."""
+    return x.abs().nan_to_num(0, 0, 0).max().item() if x.numel() else 0.0
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Keep autocast away from the GEMMs, and outer hooks on saved tensors from the function's graphs.
+
+    Each of these lives for one piece. torch.utils.checkpoint's hooks would drop what it saves and compute the whole
+    checkpointed block again to get it back.
+    """
+    hooks: Any = torch._C._autograd
+    outer = []
+    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        outer.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        with undisturbed(device):
+            yield
+    finally:
+        for pack, unpack in reversed(outer):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)

@@ -10,7 +10,7 @@ TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold 
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 NOT_OF_TILES = frozenset({"sum_sq_prob", "topk"})  # statistics that its tiles leave no sums for
 NOT_OF_MASKED = "its sums are over tiles of all classes, and each token's distribution lacks others"
-NOT_OF_SHARDS = "its kernels need all classes on one rank; cross entropy's of 'exp' do not"
+NOT_OF_SHARDS = "its kernels need all classes on one rank; only cross entropy's and statistics' of 'exp' do not"
 
 _FN = "Its kernels compute cross entropy; fn is plain PyTorch."
 # For each kind of work: why its first implementation runs, and why it lacks others.

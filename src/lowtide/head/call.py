@@ -138,9 +138,6 @@ def check_head(
 ) -> torch.dtype:
     """Check hidden states [..., D], weight [V, D] and bias [V]; return the dtype that the GEMMs' operands take."""
     input_name, weight_name, bias_name = names
-    if torch._C._get_tracing_state() is not None:
-        hint = "Use torch.compile, which takes the function as one operator."
-        raise UnsupportedError(message(input_name, "a call that runs", "one inside torch.jit.trace", hint))
     check_tensor(input_name, input)
     check_tensor(weight_name, linear_weight)
     if is_dtensor(linear_weight) and not is_dtensor(input):

@@ -3,6 +3,7 @@
 Q queries and K keys on this rank, W ranks that gather them (1 without a group), P positives a query, D hidden size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lowtide.arguments import (
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError, message
 from lowtide.graph import node
 from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, check_head, checked_call
-from lowtide.head.options import HeadOptions, check_options
+from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.exchange import begin_gather, begin_scattered_sum, swapped
 from lowtide.head.ranks.parallel import exchanges_between_ranks_run_in_eager
@@ -95,43 +96,42 @@ def linear_contrastive(
         >>> normed = torch.nn.functional.normalize(queries), torch.nn.functional.normalize(keys)
         >>> linear_contrastive(*normed, temperature=log_temperature.exp()).backward()
     """
-    refuse_transforms("linear_contrastive", queries, keys, temperature, instead=NAIVE)
-    given = queries, keys, positives, temperature, mask, symmetric, group, check_options(options)
     if group is not None and torch.compiler.is_compiling():
-        return exchanges_between_ranks_run_in_eager(_contrastive, *given)
-    return _contrastive(*given)
-
-
-def _contrastive(
-    queries: Tensor, keys: Tensor, positives: Tensor | None, temperature: float | Tensor, mask: Tensor | None,
-    symmetric: bool, group: Any, options: HeadOptions,
-) -> Tensor:  # fmt: skip
+        given = {"temperature": temperature, "mask": mask, "symmetric": symmetric, "group": group, "options": options}
+        return exchanges_between_ranks_run_in_eager(partial(linear_contrastive, queries, keys, positives, **given))
+    refuse_transforms("linear_contrastive", queries, keys, temperature, instead=NAIVE)
     check_flag("symmetric", symmetric)
     _check_operands(queries, keys)
     group = None if group is None else group_of(group)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    Q, K = len(queries), len(keys)
+    (Q, K), device = (len(queries), len(keys)), queries.device
     _check_positives(queries, positives, K, ranks * K)
     _check_mask(queries, mask, ranks * K)
     scale = _scale_of(temperature, queries)
-    all_keys = _of_all_ranks(keys, group)
-    y = rank * K + torch.arange(Q, device=queries.device) if positives is None else positives.long()
-    loss = _mean_over_positives(_head(queries, all_keys, scale, options), y, mask)
+    head_of = partial(checked_call, "linear_contrastive", linear_bias=None, logit_scale=scale, softcap=None,
+                      options=options, vocab_shard=None)  # fmt: skip
+    all_keys, own = _of_all_ranks(keys, group), torch.arange(Q, device=device)
+    y = rank * K + own if positives is None else positives.long()
+    y = y[:, None] if y.dim() == 1 else y
+    loss = _mean_over_positives(head_of(queries, all_keys), y, mask)
     if not symmetric or not Q:
         return loss
-    all_queries = _of_all_ranks(queries, group)
-    own = rank * Q + torch.arange(Q, device=queries.device)
-    if mask is not None:
-        mask = _mask_of_keys(mask, positives, Q, K, group)
+    all_queries, own, n = _of_all_ranks(queries, group), own + rank * Q, ranks * K
     if positives is None:
-        head = _head(keys[:Q], all_queries, scale, options)
-        return (loss + _cross_entropy(head, CrossEntropyArgs(own, ignore_index=NONE, mask=mask))) / 2
-    y = y.view(Q, -1)
-    target, counts, ids = _of_pairs(y, _of_all_ranks(y, group), own, ranks * K)
-    # not index_select, whose gradient is summed in no fixed order on a GPU
-    head = _head(F.embedding(ids, all_keys), all_queries, scale, options)
-    share = torch.where(counts > 0, 1 / counts.clamp(min=1).to(head.wide), 0)
-    args = CrossEntropyArgs(target, token_weight=share, num_items=share.sum(), ignore_index=NONE, mask=mask)
+        every_N = (torch.arange(0, n, K, device=device)[:, None] + own - rank * Q).flatten()
+        head, args = head_of(keys[:Q], all_queries), CrossEntropyArgs(own, ignore_index=NONE)
+    else:  # a row for each pair of a query and its positive; padding, and what is no key, becomes key n
+        every_N = _of_all_ranks(y.flatten(), group)
+        every_N = every_N.where((every_N >= 0) & (every_N < n), n)
+        ids = every_N[rank * y.numel() :][: y.numel()]
+        # not index_select, whose gradient is summed in no fixed order on a GPU
+        head = head_of(F.embedding(ids.clamp(max=n - 1), all_keys), all_queries)
+        counts = torch.zeros(n + 1, dtype=torch.long, device=device).index_add_(0, every_N, torch.ones_like(every_N))
+        share = (1 / counts[ids].to(head.wide)).where(ids < n, 0)
+        target = own.repeat_interleave(y.shape[1]).where(ids < n, NONE)
+        args = CrossEntropyArgs(target, token_weight=share, num_items=share.sum(), ignore_index=NONE)
+    if mask is not None:
+        args = args._replace(mask=_mask_of_keys(mask, y, every_N, group))
     return (loss + _cross_entropy(head, args)) / 2
 
 
@@ -156,18 +156,14 @@ def _sum_to_each(ctx: Any, upstream: Tensor) -> Any:
 _GATHERED = node("GatheredRows", "the gathered keys", _gather, _sum_to_each)
 
 
-def _head(input: Tensor, weight: Tensor, scale: float | Tensor, options: HeadOptions) -> Head:
-    return checked_call("linear_contrastive", input, weight, None, scale, None, options, None)
-
-
 def _cross_entropy(head: Head, args: CrossEntropyArgs) -> Tensor:
     recompute = choose_gradient(head.gradient, "mean", head.frozen) == "recompute"
     return CROSS_ENTROPY(head, args, recompute=recompute)["loss"]
 
 
 def _mean_over_positives(head: Head, y: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean over queries of the mean over their positives y, [Q] or [Q, P], of minus the log-probability."""
-    if y.dim() == 1 or y.shape[1] == 1:
+    """Return the mean over queries of the mean over their positives y [Q, P] of minus the log-probability."""
+    if y.shape[1] == 1:
         return _cross_entropy(head, CrossEntropyArgs(y.reshape(-1), ignore_index=NONE, mask=mask))
     if head.gradient == "forward":
         hint = "Each positive's upstream gradient is known in backward only."
@@ -182,36 +178,18 @@ def _mean_over_positives(head: Head, y: Tensor, mask: Tensor | None) -> Tensor:
     return -(logprob * weights).sum() / (counts > 0).sum()
 
 
-def _of_pairs(y_QP: Tensor, every_NP: Tensor, own_Q: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each of this rank's pairs of a query and its positive [Q * P] what the second direction needs.
-
-    Its target among all queries, how many queries have its key as theirs, 0 where it has none, and the key.
-    """
-    y, every = y_QP.flatten(), every_NP.flatten()
-    is_key, ids = (y >= 0) & (y < keys), y.clamp(0, keys - 1)
-    counts = torch.zeros(keys, dtype=torch.long, device=y.device)
-    counts = counts.index_add(0, every.clamp(0, keys - 1), ((every >= 0) & (every < keys)).long())
-    target = own_Q.repeat_interleave(y_QP.shape[1]).where(is_key, NONE)  # of what is no key the first loss is NaN
-    return target, counts[ids].where(is_key, 0), ids
-
-
-def _mask_of_keys(mask: Tensor, positives: Tensor | None, Q: int, K: int, group: Any) -> Tensor:
+def _mask_of_keys(mask: Tensor, y_QP: Tensor, every_N: Tensor, group: Any) -> Tensor:
     """Return the mask of the second direction, whose rows are keys and whose columns are all ranks' queries.
 
     Queries that have a key as their positive are not left out of its denominator.
     """
-    ranks = 1 if group is None else group.size()
-    if positives is None:
-        columns = mask.view(Q, ranks, K)[..., :Q].flatten(1) if ranks > 1 else mask[:, :Q]
-    else:
-        y = positives.view(Q, -1)
-        ids = _of_all_ranks(y, group).flatten().long()
-        columns = mask[:, ids.clamp(0, ranks * K - 1)]
-        for of_query in y.unbind(1):
-            columns &= of_query[:, None] != ids
+    columns = mask[:, every_N.clamp(max=mask.shape[1] - 1)]
+    for y_Q in y_QP.unbind(1):
+        columns &= y_Q[:, None] != every_N
     if group is None:
         return columns.T
-    of_ranks = columns.contiguous().view(torch.uint8).view(Q, ranks, -1).transpose(0, 1).flatten()
+    Q, ranks = len(mask), group.size()
+    of_ranks = columns.view(torch.uint8).view(Q, ranks, -1).transpose(0, 1).flatten()
     sizes = [len(of_ranks) // ranks] * ranks
     return swapped(of_ranks, sizes, sizes, group).view(ranks * Q, -1).view(torch.bool).T
 

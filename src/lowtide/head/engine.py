@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients, stored_dtype
-from lowtide.head.matmul import clear_beside, matmul_into, narrow_in_place, narrow_view, slices
 from lowtide.head.plan import HeadPlan, padded
-from lowtide.head.rows import Rows
+from lowtide.head.rows import Rows, slices
 
 Numbers = dict[str, Tensor]
 UpstreamOf = Callable[[Numbers, slice], Any]
@@ -174,11 +173,11 @@ class Chunks:
         if into.input_ND is None and into.weight_VD is None and into.bias_V is None:
             return
         by_kernel = self.plan.backend == "row"  # its gradient may be narrow already
-        if into.bias_V is not None and not by_kernel:
-            into.bias_V += g_CV.sum(0) if outside is None else outside @ g_CV
         if terms.narrowed or (by_kernel and g_CV.dtype != head.dtype):
             g_CV = narrow_view(g_CV, head.dtype)
-        elif self.plan.backward_gemm == "narrow" and not by_kernel:
+        if into.bias_V is not None and not by_kernel:
+            into.bias_V += g_CV.sum(0, dtype=head.wide) if outside is None else outside @ g_CV
+        if self.plan.backward_gemm == "narrow" and g_CV.dtype != head.dtype:
             g_CV = narrow_in_place(g_CV, head.dtype)
         if into.bias_V is not None and by_kernel:
             from lowtide.head.kernels.exp_rows import add_column_sums
@@ -259,3 +258,48 @@ def gradient_buffers(
     if wanted[2]:
         into.bias_V = x.new_zeros(V, dtype=wide)
     return into
+
+
+def narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``wide_CV`` rounded to ``dtype`` (half as wide), written over the first half of each of its own rows.
+
+    Block after block, each as wide as all before it: block [a, 2a) is written to [a / 2, a), which has
+    been read by then.
+    """
+    V = wide_CV.shape[1]
+    narrow_CV = narrow_view(wide_CV, dtype)
+    first = min(V, 64)
+    narrow_CV[:, :first] = wide_CV[:, :first].to(dtype)
+    start = first
+    while start < V:
+        stop = min(2 * start, V)
+        narrow_CV[:, start:stop].copy_(wide_CV[:, start:stop])
+        start = stop
+    return narrow_CV
+
+
+def narrow_view(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the first half of each row's memory as [C, V] of ``dtype``, half as wide."""
+    rows, V = wide_CV.shape
+    length = wide_CV.stride(0)
+    return torch.as_strided(wide_CV, (rows, length), (length, 1)).view(dtype)[:, :V]
+
+
+def clear_beside(g_CV: Tensor) -> None:
+    """Write 0 beside each row of a matrix whose rows have room there.
+
+    oneDNN's GEMMs for CPUs with AMX read rows of bfloat16 in steps of 64 bytes, and multiply what stands beside the row
+    by 0, which a NaN there survives.
+    """
+    (rows, V), length = g_CV.shape, g_CV.stride(0)
+    stop = min(-(-V // 32) * 32, length)
+    g_CV.as_strided((rows, max(0, stop - V)), (length, 1), g_CV.storage_offset() + V).zero_()
+
+
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
+    wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if add:
+        torch.addmm(out, a, b, **wider, out=out)
+    else:
+        torch.mm(a, b, **wider, out=out)

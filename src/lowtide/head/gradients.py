@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.graph import node
-from lowtide.head.matmul import slices
+from lowtide.head.rows import slices
 
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
 
@@ -50,14 +50,12 @@ class Gradients:
             self.input_ND.index_copy_(0, rows, wide_CD.to(self.input_ND.dtype))
 
 
-def scaled(
-    grad: Tensor, factor: Tensor, in_place: bool, kept_N: Tensor | None = None, *, zeros_stay: bool = False
-) -> Tensor:
+def scaled(grad: Tensor, factor: Tensor, in_place: bool, kept_N: Tensor | None = None) -> Tensor:
     """Return ``grad * factor`` in the dtype of ``grad``, contiguous, the product itself taken in the factor's.
 
     The factor is a scalar, or one value for each row [...] of ``grad`` [..., D], flattened. The result shares no memory
     with ``grad`` unless it is ``in_place``. Rows where ``kept_N`` is False are 0, and stay so even if the factor is
-    infinite or NaN; with ``zeros_stay``, not under a compiler, so does every 0 of a gradient whose rows are unknown.
+    infinite or NaN.
     """
     if torch.compiler.is_compiling():
         rows = (*grad.shape[:-1], 1)
@@ -66,10 +64,9 @@ def scaled(
     out, on_cpu, number = grad if in_place else torch.empty_like(grad), grad.device.type == "cpu", None
     if factor.dim() == 0 and on_cpu and type(grad) is Tensor:  # a FakeTensor holds no number
         number = factor.item()  # which keeps its own precision, a 0-d tensor would be rounded to grad's
-    infinite = number is None or not math.isfinite(number)
-    if kept_N is not None and infinite:
+    if kept_N is not None and (number is None or not math.isfinite(number)):
         number, factor = None, factor.where(kept_N, 1)
-    if number is not None and not (zeros_stay and infinite):
+    if number is not None:
         if number != 1:
             torch.mul(grad, number, out=out)
         elif not in_place:
@@ -77,19 +74,12 @@ def scaled(
     elif in_place and grad.is_cuda:
         from lowtide.head.kernels.elementwise import scale_
 
-        scale_(grad, factor.contiguous(), zeros_stay=zeros_stay)
-    elif zeros_stay:
-        out.copy_(times(grad, factor))
+        scale_(grad, factor.contiguous())
     else:
         N, D = shape = factor.numel(), grad.shape[-1] if factor.dim() else grad.numel()
         for part in slices(N, CPU_BLOCK // max(1, D) if on_cpu else N):
             torch.mul(grad.view(shape)[part], factor.view(N, 1)[part], out=out.view(shape)[part])
     return out
-
-
-def times(grad: Tensor, factor: Tensor) -> Tensor:
-    """Return ``grad * factor``, 0 where ``grad`` is, also where the factor is infinite or NaN."""
-    return (grad * factor.view((1,) * grad.dim())).masked_fill_(grad == 0, 0)
 
 
 def with_trained_scale(

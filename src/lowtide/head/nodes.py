@@ -29,7 +29,7 @@ from lowtide.graph import (
 from lowtide.head.call import Head, Wanted
 from lowtide.head.gradients import Gradients, scaled, stored_dtype
 from lowtide.head.ignored import decided, kept_tokens
-from lowtide.head.plan import choose_backend, skipping
+from lowtide.head.plan import skipping
 from lowtide.head.ranks.parallel import Alone, exchanges_between_ranks_run_in_eager
 
 Values = dict[str, Tensor]
@@ -55,15 +55,11 @@ class Function:
     returned: tuple[str, ...]  # names of the values that are returned, those of ``upstream`` first
     upstream: tuple[str, ...]  # names of those that are differentiable
     known: tuple[str, ...]  # names of the values that backward needs
-    sized: tuple[str, ...] = ()  # the last of these, whose sizes follow from calls before, in a recompute others
-    ignores: Callable[[Any], bool] = lambda _: True  # whether tokens can be left out
-    beside: Callable[[Any], int] = lambda _: 0  # FLOP of what is computed beside the head
-    flop: Callable[[Head, Any, Wanted], int] | None = None  # in place of the head's
+    flop: Callable[[Head, Any, Wanted], int] = lambda head, _, wanted: head_flop(head.input, head.weight_VD, wanted)
 
     def __post_init__(self) -> None:
         self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
         self.arguments = _HEAD + len(self.args._fields)
-        self.reduction = _HEAD + self.args._fields.index("reduction") if "reduction" in self.args._fields else None
         call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {_WANTED}"
         several = ", ".join(["Tensor"] * (len(self.names) + STORED))
         given = [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
@@ -82,37 +78,31 @@ class Function:
         With ``recompute`` backward recomputes the logits, else forward stores the gradients. Exchanges between ranks
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
-        if head.backend != "auto" and head.ranks.alone:  # one that cannot run is an error, for meta tensors too
-            choose_backend(head, args)
-        connect = self._connected
-        if (head.skip or not head.ranks.alone) and torch.compiler.is_compiling():
-            connect = partial(exchanges_between_ranks_run_in_eager, connect)
-        return dict(zip(self.returned, connect(head, args, recompute), strict=False))
-
-    def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
-        wanted = [tensor is not None and tensor.requires_grad for tensor in head[:3]]
-        trained = torch.is_grad_enabled() and any(wanted)
-        if head.skip and trained:
+        compiling, recording = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        if (head.skip or not head.ranks.alone) and compiling:
+            return exchanges_between_ranks_run_in_eager(partial(self, head, args, recompute=recompute))
+        wanted = [recording and tensor is not None and tensor.requires_grad for tensor in head[:3]]
+        if head.skip and any(wanted):
             head = skipping().begin(head)
         fields: tuple[Any, ...] = (*head[:_HEAD], *args)
         objects = None if head.ranks.alone and head.remembered is None else head[_HEAD:]
-        if not trained:
-            return self._run(self.ahead, objects, (*fields, False, False, False, False))
-        if recompute:
-            return self.recomputed.apply(*fields, objects)  # type: ignore[no-any-return, no-untyped-call]
-        found = None
-        if not torch.compiler.is_compiling():  # the GPU begins before autograd has made its node
-            with torch.no_grad():
-                found = self._run(self.ahead, objects, (*fields, *wanted, False))
-        return self.stored.apply(*fields, objects, found)  # type: ignore[no-any-return, no-untyped-call]
+        found: Any = None
+        if recompute and any(wanted):
+            found = self.recomputed.apply(*fields, objects)  # type: ignore[no-untyped-call]
+        else:
+            if not (compiling and any(wanted)):  # the GPU begins before autograd has made its node
+                with torch.no_grad():
+                    found = self._run(self.ahead, objects, (*fields, *wanted, False))
+            if any(wanted):
+                found = self.stored.apply(*fields, objects, found)  # type: ignore[no-untyped-call]
+        return dict(zip(self.returned, found, strict=False))
 
     def _run(self, operator: Operator, objects: Any, fields: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return what an operator computes from the fields; with ``objects`` beside these by no operator."""
         after = None
         if fields[_IGNORED] == "auto":
-            kind = operator, self.args, None if self.reduction is None else fields[self.reduction]
-            tensors = (*fields[:2], fields[_HEAD])
-            way, after = decided(kind, tensors, partial(self._kept, fields), alone=objects is None)
+            tensors, counted = (*fields[:2], fields[_HEAD]), partial(self._kept, fields)
+            way, after = decided((operator, self.args), tensors, counted, alone=objects is None)
             fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
         found: tuple[Tensor, ...]
         found = operator(*fields) if objects is None else operator.compute(*fields, objects=objects)
@@ -134,12 +124,11 @@ class Function:
         head, args, wanted = self._split(fields, objects)
         keep_known, found = fields[-1], Values()
         if real:
-            with torch.no_grad(), undisturbed(head.input.device):
+            with undisturbed(head.input.device):
                 found = self.forward(head.prepared(), args, wanted, keep_known)
-        per_token, ignores = getattr(args, "reduction", "none") == "none", any(wanted) and self.ignores(args)
-        shapes = self.shapes(head, args, keep_known)
-        shapes = {name: shapes[name] for name in self.names}
-        return _filled(head, shapes | stored_shapes(head, wanted, per_token=per_token, ignores=ignores), found)
+        per_token, shapes = getattr(args, "reduction", "none") == "none", self.shapes(head, args, keep_known)
+        shapes = {name: shapes[name] for name in self.names} | stored_shapes(head, wanted, per_token=per_token)
+        return _filled(head, shapes, found)
 
     def compute_gradients(self, *fields: Any, objects: Any = None, real: bool = True) -> tuple[Tensor, ...]:
         """Return the gradients of input, weight and bias, in the shapes and dtypes of these, the bias's wide."""
@@ -148,14 +137,12 @@ class Function:
         upstream = dict(zip(self.upstream, given, strict=False))
         known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
         if real:
-            with torch.no_grad(), undisturbed(head.input.device):
+            with undisturbed(head.input.device):
                 found = found_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
         return _filled(head, gradient_shapes(head, wanted), found)
 
     def _flop(self, *fields: Any) -> int:
-        head, args, wanted = self._split(fields)
-        own = head_flop(head.input, head.weight_VD, wanted) if self.flop is None else self.flop(head, args, wanted)
-        return own + self.beside(args)
+        return self.flop(*self._split(fields))
 
     # Both nodes get the fields of both records, then what no operator takes; the first also what the pass found.
 
@@ -163,25 +150,21 @@ class Function:
         *fields, objects, given = args
         found: tuple[Tensor, ...] = given or self._run(self.ahead, objects, (*fields, *ctx.needs_input_grad[:3], False))
         keep_stored(ctx, found[len(self.names) :], fields[:3])
-        N = math.prod(fields[0].shape[:-1])
-        ctx.no_tokens, ctx.dtypes = not N, [None if x is None else x.dtype for x in fields[:3]]
+        ctx.dtypes = [None if x is None else x.dtype for x in fields[:3]]
         return self._returned(ctx, found)
 
     def _multiply(self, ctx: Any, upstream: Tensor, *_: Any) -> tuple[list[Tensor | None], Sequence[Tensor | None]]:
         """Return the stored gradients times the upstream one, a scalar or [N], and what else they depend on."""
         stored, sources, in_place = take_stored(ctx, self.public)
         dx, dw, db, input_factor, kept_tokens, kept_any = stored
-        per_token, ignores = upstream.dim() == 1, kept_any.dim() == 0
-        if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
-            upstream = torch.zeros_like(upstream)
         grads: list[Tensor | None] = [None, None, None]
         if ctx.needs_input_grad[0]:
             factor = upstream * input_factor if input_factor.numel() else upstream
-            grad = scaled(dx, factor, in_place, kept_tokens if ignores else None)
-            if per_token:  # nor does a NaN get out where nothing flows back
+            grad = scaled(dx, factor, in_place, kept_tokens)
+            if factor.dim():  # nor does a NaN get out where nothing flows back
                 grad.masked_fill_((factor == 0).view(*dx.shape[:-1], 1), 0)
             grads[0] = grad.to(ctx.dtypes[0])
-        of_all = upstream.where(kept_any, 0) if ignores else upstream
+        of_all = upstream.where(kept_any, 0)
         if ctx.needs_input_grad[1]:
             grads[1] = scaled(dw, of_all, in_place).to(ctx.dtypes[1])
         if ctx.needs_input_grad[2]:
@@ -194,11 +177,10 @@ class Function:
         # what is returned is copied: the caller may write to it
         known = ((self.names.index(name), name in self.returned) for name in self.known)
         numbers = [found[i].clone() if is_returned else found[i] for i, is_returned in known]
-        fixed = len(numbers) - len(self.sized)
-        # as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
-        ctx.sized = numbers[fixed:]
         ctx.places = [i for i, field in enumerate(fields) if isinstance(field, Tensor)]
-        ctx.save_for_backward(*(fields[i] for i in ctx.places), *numbers[:fixed])
+        ctx.save_for_backward(*(fields[i] for i in ctx.places))
+        # few, and as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
+        ctx.numbers = numbers
         ctx.objects, ctx.scalars = objects, [None if isinstance(field, Tensor) else field for field in fields]
         return self._returned(ctx, found)
 
@@ -209,12 +191,11 @@ class Function:
 
     def _recompute(self, ctx: Any, *upstream: Tensor | None) -> Any:
         fields, saved, wanted = list(ctx.scalars), ctx.saved_tensors, ctx.needs_input_grad[:3]
-        for i, tensor in zip(ctx.places, saved, strict=False):
+        for i, tensor in zip(ctx.places, saved, strict=True):
             fields[i] = tensor
-        known = *saved[len(ctx.places) :], *ctx.sized
+        grads = self._run(self.back, ctx.objects, (*fields, *wanted, *upstream[: len(self.upstream)], *ctx.numbers))
         if is_last_backward():
-            ctx.sized = []
-        grads = self._run(self.back, ctx.objects, (*fields, *wanted, *upstream[: len(self.upstream)], *known))
+            ctx.numbers = []
         dtypes = [None if x is None else x.dtype for x in fields[:3]]
         found = zip(grads, dtypes, wanted, strict=True)  # the bias's is wide
         return [grad.to(dtype) if flag else None for grad, dtype, flag in found], fields[:3]
@@ -242,15 +223,15 @@ def gradient_shapes(head: Head, wanted: Wanted, *, stored: bool = False) -> dict
     }
 
 
-def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool, ignores: bool) -> dict[str, Shape]:
-    """Return what forward stores, in this order; ``ignores``: whether tokens can be left out."""
-    N = (head.tokens,)
+def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool) -> dict[str, Shape]:
+    """Return what forward stores, in this order."""
+    N, stores = (head.tokens,), any(wanted)
     return gradient_shapes(head, wanted, stored=True) | {
         # with a value for each token: what each row of the first is still to be multiplied with
         "input_factor": (N if per_token and wanted.input else NOTHING, head.wide),
         # which of the hidden states here count, and whether any token does, here or on another rank that holds classes
-        "kept_tokens": (N if ignores else NOTHING, torch.bool),
-        "kept_any": (() if ignores else NOTHING, torch.bool),
+        "kept_tokens": (N if stores else NOTHING, torch.bool),
+        "kept_any": (() if stores else NOTHING, torch.bool),
     }
 
 
@@ -268,10 +249,10 @@ def stored_gradients(
     into: Gradients,
     *,
     input_factor_N: Tensor | None,  # with a value for each token: each one's factor
-    kept: tuple[Tensor, Tensor] | None,  # the last of `stored_shapes`: other tokens' gradients are 0 in any case
+    kept: tuple[Tensor, Tensor],  # the last of `stored_shapes`: other tokens' gradients are 0 in any case
 ) -> dict[str, Tensor]:
     """Return what `stored_shapes` names, as far as it is known."""
     stored = found_gradients(head, into, stored=True)
     if input_factor_N is not None and into.input_ND is not None:
         stored["input_factor"] = input_factor_N
-    return stored if kept is None else stored | {"kept_tokens": kept[0], "kept_any": kept[1]}
+    return stored | {"kept_tokens": kept[0], "kept_any": kept[1]}

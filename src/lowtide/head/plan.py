@@ -32,10 +32,9 @@ from lowtide.head.call import (
     TokenStatsArgs,
     Wanted,
 )
-from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks.parallel import SpreadRanks
-from lowtide.head.rows import input_is_copied, rows_are_aligned
+from lowtide.head.rows import input_is_copied, rows_are_aligned, slices
 from lowtide.kernel_launch import power_of_2
 
 MIB = 2**20
@@ -435,8 +434,8 @@ def choose_backend(head: Head, args: Args) -> tuple[str, str]:
     if isinstance(args, SupportArgs):
         return support_backend(head)
     if isinstance(args, DivergenceArgs):
-        row = why_not_row(device, dtype, ranks.most_rows, topk=args.topk_ids is not None)
-        return choose("divergence", asked, row=row)
+        row = why_not_row(device, dtype, ranks.vocab, topk=args.topk_ids is not None)
+        return choose("divergence", asked, row=row if ranks.alone else NOT_OF_SHARDS)
     where, of_work = "" if ranks.alone else " where the vocabulary is sharded", dict[str, Any]()
     if isinstance(args, TokenStatsArgs):
         of_work["targets"] = args.target.shape[1]

@@ -1,5 +1,6 @@
 """The rows that are computed: of hidden states [..., D], or of any tensor with tokens on its leading axes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -50,6 +51,12 @@ class Rows:
             return x_n
         out = x_n.new_zeros(self.tokens + self.filled, *x_n.shape[1:]).index_copy_(0, self.index, x_n)
         return out[: self.tokens].clone() if self.filled else out  # autograd refuses to have a node's view written to
+
+
+def slices(N: int, size: int) -> Iterator[slice]:
+    """Yield the slices of ``size`` that make up N, the last one perhaps shorter."""
+    for start in range(0, N, max(1, size)):
+        yield slice(start, min(start + max(1, size), N))
 
 
 def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:

@@ -15,11 +15,10 @@ from lowtide.arguments import check_device, check_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, message
 from lowtide.head.call import Head, SupportArgs, Wanted, axes_and
 from lowtide.head.gradients import Gradients
-from lowtide.head.matmul import slices
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE, support_backend
 from lowtide.head.ranks.parallel import Alone
-from lowtide.head.rows import looks_at_numbers, take_rows
+from lowtide.head.rows import looks_at_numbers, slices, take_rows
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream
 

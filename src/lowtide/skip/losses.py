@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
+from lowtide.head.engine import matmul_into
 from lowtide.head.exponentials.losses import CrossEntropy, Piece
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_logits import ExpRows, Listed
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
-from lowtide.head.matmul import matmul_into
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.skip.choice import choose, save_tiles, sizes_of_tiles, take_tiles

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
+from lowtide.head.engine import matmul_into
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
 from lowtide.head.kernels.elementwise import take_counted
@@ -33,9 +34,8 @@ from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles, til
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.hopper import COLUMNS
 from lowtide.head.kernels.input_rows_hopper import InputRows, Room
-from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan, padded
-from lowtide.head.rows import Rows, rows_are_aligned, take_rows
+from lowtide.head.rows import Rows, rows_are_aligned, slices, take_rows
 from lowtide.head.terms.loss import Loss, RowFactors
 
 

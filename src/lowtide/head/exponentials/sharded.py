@@ -20,10 +20,9 @@ from lowtide.head.kernels import exp_rows
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import Room
-from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks.exchange import Exchange
-from lowtide.head.rows import input_is_copied
+from lowtide.head.rows import input_is_copied, slices
 from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import merged, packed
 

@@ -170,7 +170,7 @@ def _two_axes(x: Tensor) -> tuple[int, int, int] | None:
 @Launcher
 @triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator]
 def _scale(  # type: ignore[no-untyped-def]
-    x_ptr, factor_ptr, columns, blocks, total, programs, ZEROS_STAY: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, factor_ptr, columns, blocks, total, programs, BLOCK: tl.constexpr
 ):
     """Each row times its factor: the product in the factor's dtype, the result rounded to x's."""
     for block in range(tl.program_id(0), total, programs):
@@ -180,17 +180,13 @@ def _scale(  # type: ignore[no-untyped-def]
             column = (block % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             at, inside = row * columns + column, column < columns
             x = tl.load(x_ptr + at, mask=inside).to(factor.dtype)
-            product = x * factor
-            if ZEROS_STAY:
-                product = tl.where(x == 0.0, x, product)
-            tl.store(x_ptr + at, product.to(x_ptr.dtype.element_ty), mask=inside)
+            tl.store(x_ptr + at, (x * factor).to(x_ptr.dtype.element_ty), mask=inside)
 
 
-def scale_(x: Tensor, factor: Tensor, *, zeros_stay: bool = False) -> None:
+def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply ``x`` (contiguous) with ``factor`` (float32 or float64) in place.
 
-    The factor is 0-d, or has one value [N] for each row of ``x`` [N, D], contiguous. With ``zeros_stay`` a 0 stays 0
-    where the factor is infinite or NaN.
+    The factor is 0-d, or has one value [N] for each row of ``x`` [N, D], contiguous.
     """
     if x.numel():
         rows = factor.numel()
@@ -199,4 +195,4 @@ def scale_(x: Tensor, factor: Tensor, *, zeros_stay: bool = False) -> None:
         total = rows * blocks
         # where the factor is 1, launching a program a block would take longest
         programs = min(total, SCALE_PROGRAMS * multiprocessors(x.device))
-        _scale[(programs,)](x, factor, columns, blocks, total, programs, ZEROS_STAY=zeros_stay, BLOCK=SCALE_BLOCK)
+        _scale[(programs,)](x, factor, columns, blocks, total, programs, BLOCK=SCALE_BLOCK)

@@ -2,9 +2,8 @@
 
 C rows of the chunk, V the student's vocabulary, U the teacher's. One program a row reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
-divergence's terms, the last two are one. Where other ranks hold classes too, a launch each: these sums are merged in
-between. s and t are the student's and the teacher's probabilities, a and b their logarithms. `terms/dense` has the same
-in plain PyTorch.
+divergence's terms, the last two are one. s and t are the student's and the teacher's probabilities, a and b their
+logarithms. `terms/dense` has the same in plain PyTorch.
 """
 
 from collections.abc import Sequence
@@ -104,13 +103,12 @@ def _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND: tl.constexpr): 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _pair(  # type: ignore[no-untyped-def]
-    student, teacher, transform, other_transform, kept_ptr, beta, numbers, out, KIND: tl.constexpr,
-    KNOWN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student, teacher, transform, other_transform, kept_ptr, beta, numbers, out, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
     """See `pair_rows`. A row that is not kept is one of no columns: it is not read."""
     row_ptr, pads, V = student
     other_ptr, other_pads, U = teacher
-    value_ptr, lse_ptr, other_lse_ptr, pivot_ptr, mass_ptr = numbers
+    value_ptr, lse_ptr, other_lse_ptr, pivot_ptr = numbers
     out_ptr, out_pads, factor_ptr, lift_ptr = out
     VALUES: tl.constexpr = value_ptr is not None
     BOTH: tl.constexpr = out_ptr is not None and VALUES and (KIND == "forward_kl" or KIND == "reverse_kl")
@@ -133,11 +131,10 @@ def _pair(  # type: ignore[no-untyped-def]
     mean_gap = 0.0
     pivot = 0.0
 
-    if KNOWN:
+    if not VALUES:  # they are known
         top, other_top = tl.load(lse_ptr + row), tl.load(other_lse_ptr + row)
         log_total, other_log_total = 0.0, 0.0
-        if not VALUES:
-            pivot = tl.load(pivot_ptr + row)
+        pivot = tl.load(pivot_ptr + row)
     else:
         tops, other_tops = tl.full((BLOCK,), LOWEST, tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
         totals, other_totals = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -153,7 +150,7 @@ def _pair(  # type: ignore[no-untyped-def]
                 gaps = tl.where(higher, gaps * e + gap, gaps + e * gap)
                 lacking = tl.where((other == float("-inf")) & (z > lacking), z, lacking)
         top, log_total, total = log_sum(tops, totals)
-        other_top, other_log_total, other_total = log_sum(other_tops, other_totals)
+        other_top, other_log_total, _total = log_sum(other_tops, other_totals)
         if MEAN:
             mean_gap = tl.sum(gaps * tl.exp(tops - top), 0) / total
             impossible = tl.max(lacking, 0)  # the student's highest logit where the teacher has no class
@@ -162,13 +159,9 @@ def _pair(  # type: ignore[no-untyped-def]
             pivot = mean_gap - ((top - other_top) + (log_total - other_log_total))
         if lse_ptr is not None:  # top - top: NaN where one is certain
             lse, other_lse = top + log_total + (top - top), other_top + other_log_total + (other_top - other_top)
-            if not VALUES:  # of these classes only: that none of them is possible may be
-                lse = tl.where(total == 0.0, float("-inf"), lse)
-                other_lse = tl.where(other_total == 0.0, float("-inf"), other_lse)
-            tl.store(lse_ptr + row, tl.where(counts | (not VALUES), lse, 0.0))
-            tl.store(other_lse_ptr + row, tl.where(counts | (not VALUES), other_lse, 0.0))
+            tl.store(lse_ptr + row, tl.where(counts, lse, 0.0))
+            tl.store(other_lse_ptr + row, tl.where(counts, other_lse, 0.0))
 
-    if VALUES:
         value, mass = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         pivots = tl.zeros((BLOCK,), tl.float32)
         extent = width
@@ -194,17 +187,12 @@ def _pair(  # type: ignore[no-untyped-def]
                     g = s * (tl.where(s == 0.0, 0.0, z - other) - mean_gap)
                 put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
         found = tl.sum(value, 0)
-        if mass_ptr is not None:  # what other ranks' classes have is still to be added
-            tl.store(value_ptr + row, found)
-            tl.store(pivot_ptr + row, tl.sum(pivots, 0))
-            tl.store(mass_ptr + row, tl.sum(mass, 0))
-        else:
-            if KIND != "forward_kl" and not MEAN:
-                pivot = tl.sum(pivots, 0) / tl.sum(mass, 0)
-            found = tl.where(found < 0.0, 0.0, found)  # a maximum would lose NaN
-            tl.store(value_ptr + row, tl.where(counts, found, 0.0))
-            if pivot_ptr is not None:
-                tl.store(pivot_ptr + row, tl.where(counts, pivot, 0.0))
+        if KIND != "forward_kl" and not MEAN:
+            pivot = tl.sum(pivots, 0) / tl.sum(mass, 0)
+        found = tl.where(found < 0.0, 0.0, found)  # a maximum would lose NaN
+        tl.store(value_ptr + row, tl.where(counts, found, 0.0))
+        if pivot_ptr is not None:
+            tl.store(pivot_ptr + row, tl.where(counts, pivot, 0.0))
 
     if out_ptr is not None and not BOTH:
         factor = _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND)
@@ -223,8 +211,7 @@ def _pair(  # type: ignore[no-untyped-def]
 
 def pair_rows(
     z_CV: Tensor, t_CU: Tensor, kept_C: Tensor | None, transforms: tuple[LogitTransform, LogitTransform], kind: str,
-    beta: float, numbers: Sequence[Tensor | None], out_CV: Tensor | None = None, factor_C: Tensor | None = None, *,
-    known: bool = False,
+    beta: float, numbers: Sequence[Tensor | None], out_CV: Tensor | None = None, factor_C: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Write numbers of each row [C], and the gradient of ``sum(factor * value)`` with respect to the student's logits.
 
@@ -232,10 +219,9 @@ def pair_rows(
     last class to the next multiple of 8 may be anything, and are read. Rows where ``kept_C`` (bool) is False are not
     read, and become 0. Scales are above 0, soft caps tensors, ``beta`` the jsd's.
 
-    ``numbers`` are (value, lse, other_lse, pivot, mass), contiguous, None where not wanted, as `terms/dense` has them.
-    With a mass, value, pivot and mass are what these classes add to each row's sums; without a value the logsumexps are
-    of these classes only, -inf where none of them is possible. ``known`` logsumexps, and without a value the pivot, are
-    read. A row that holds NaN, or +inf, or nothing but -inf, on either side, becomes NaN.
+    ``numbers`` are (value, lse, other_lse, pivot), contiguous, None where not wanted, as `terms/dense` has them;
+    without a value the others are known, and read. A row that holds NaN, or +inf, or nothing but -inf, on either side,
+    becomes NaN.
 
     ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be ``z_CV`` itself, or bfloat16 or float16
     and shares no memory with it: then without ``factor_C``, for which its range is not enough. What lies between V and
@@ -248,10 +234,10 @@ def pair_rows(
     lift_C = z_CV.new_empty(C) if out_CV is not None and out_CV.dtype == torch.float16 else None
     if C:
         out = (None, 0, 0) if out_CV is None else _rows(out_CV)
-        block = min(max(power_of_2(V if numbers[0] is None and known else max(V, U)), 8), LONGEST_BLOCK[kind])
+        block = min(max(power_of_2(V if numbers[0] is None else max(V, U)), 8), LONGEST_BLOCK[kind])
         _pair[(C,)](
             _rows(z_CV), _rows(t_CU), *transforms, kept_C, float(beta), tuple(numbers), (*out[:2], factor_C, lift_C),
-            KIND=kind, KNOWN=known, BLOCK=block, num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
+            KIND=kind, BLOCK=block, num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
         )  # fmt: skip
     return lift_C
 

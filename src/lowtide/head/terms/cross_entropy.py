@@ -252,5 +252,4 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
 CROSS_ENTROPY = Function(
     "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes,
     returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "tiles", "classes"),
-    sized=("tiles", "classes"),
 )  # fmt: skip

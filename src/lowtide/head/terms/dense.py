@@ -9,7 +9,7 @@ their logarithms. With m = beta t + (1 - beta) s a row's value is
 A class that only one side has is one of probability 0 on the other, and what has probability 0 adds 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, Numbers, Terms, UpstreamOf
-from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
-from lowtide.head.rows import Rows
+from lowtide.head.rows import Rows, slices
 from lowtide.head.terms.statistics import logsumexp
 
 NUMBERS = ("value", "lse", "other_lse", "pivot")  # of each row
@@ -64,27 +63,19 @@ class Dense(Terms):
         return z[:, : self.head.ranks.rows], t[:, : self.teacher.ranks.rows], kept_C
 
     def _numbers(self, sides: Any) -> Numbers:
-        ranks = self.head.ranks
-        both_lse = ranks.logsumexp_of(self._logsumexps(sides))
-        value, pivot, mass = ranks.sum_of(self._sums(sides, both_lse))
-        pivot = pivot / mass.where(mass != 0, 1)  # 0 in a row that does not count
-        lse, other_lse = (x.clone() for x in both_lse)  # an operator returns no two views of one memory
-        return {"value": value.clamp(min=0), "lse": lse, "other_lse": other_lse, "pivot": pivot}
-
-    def _logsumexps(self, sides: Any) -> Tensor:
-        """Return both sides' logsumexps [2, C] of the classes here."""
-        return torch.stack([logsumexp(x, self.columns) for x in sides[:2]])
-
-    def _sums(self, sides: Any, both_lse: Tensor) -> Tensor:
-        """Return what the classes here add to the value, and to the pivot's numerator and denominator [3, C]."""
-        value, pivot, mass = sums = both_lse.new_zeros(3, both_lse.shape[1])
-        for a, b in _blocks(sides[0], sides[1], self.columns):
+        ranks, (z_CV, t_CU, _) = self.head.ranks, sides
+        both_lse = ranks.logsumexp_of(torch.stack([logsumexp(x, self.columns) for x in (z_CV, t_CU)]))
+        value, pivot, mass = sums = both_lse.new_zeros(3, len(z_CV))  # of the classes here
+        for a, b in _blocks(z_CV, t_CU, self.columns):
             a.sub_(both_lse[0][:, None])
             b.sub_(both_lse[1][:, None])
             s, c = outcomes(a, b, self.kind, self.beta, value)
             pivot += c.sum(1)
             mass += s.sum(1)
-        return sums
+        value, pivot, mass = ranks.sum_of(sums)
+        pivot = pivot / mass.where(mass != 0, 1)  # 0 in a row that does not count
+        lse, other_lse = (x.clone() for x in both_lse)  # an operator returns no two views of one memory
+        return {"value": value.clamp(min=0), "lse": lse, "other_lse": other_lse, "pivot": pivot}
 
     def _gradient_(self, sides: Any, known: Numbers, factor_C: Tensor, normalised: bool) -> Tensor | None:
         """See `gradient_`; ``normalised`` sides are log-probabilities already."""
@@ -109,7 +100,7 @@ class Dense(Terms):
 
 
 class DenseKernels(Dense):
-    """The same by kernels over rows of logits; with the whole vocabulary here one kernel per direction.
+    """The same by one kernel over rows of logits, with the whole vocabulary here.
 
     Forward leaves the logits unmodified; a gradient is written over them, or to ``out`` if it is narrower.
     """
@@ -127,47 +118,33 @@ class DenseKernels(Dense):
 
         return of(self.head), of(self.teacher)
 
-    def _rows(
-        self, sides: Any, numbers: Sequence[Tensor | None], out_CV: Tensor | None = None,
-        factor_C: Tensor | None = None, *, known: bool = False,
-    ) -> Tensor | None:  # fmt: skip
-        from lowtide.head.kernels.pair_rows import pair_rows
-
-        z_CV, t_CU, kept_C = sides
-        of = self._transforms, self.kind, self.beta, numbers, out_CV, factor_C
-        return pair_rows(z_CV, t_CU, kept_C, *of, known=known)
+    def numbers(self, z: Tensor, part: slice) -> Numbers:
+        """See `Dense.numbers`."""
+        numbers = {name: z.new_empty(len(z)) for name in NUMBERS}  # no views of one memory
+        self._rows(z, part, numbers)
+        return numbers
 
     def both_(self, z: Tensor, part: slice, upstream: UpstreamOf) -> tuple[Numbers, Tensor | None]:
         """Return "value" and what `gradient_` does."""
-        if not self.head.ranks.alone:
-            return super().both_(z, part, upstream)
         factor_C = upstream({}, part)
         known = {"value": torch.empty_like(factor_C)}
-        return known, self._gradient_(self._sides(z, part), known, factor_C, True)
+        return known, self._rows(z, part, known, factor_C)
 
-    def _numbers(self, sides: Any) -> Numbers:
-        if not self.head.ranks.alone:
-            return super()._numbers(sides)
-        numbers = {name: sides[0].new_empty(len(sides[0])) for name in NUMBERS}  # no views of one memory
-        self._rows(sides, (*numbers.values(), None))
-        return numbers
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor) -> Tensor | None:
+        """See `Dense.gradient_`."""
+        return self._rows(z, part, {name: known[name] for name in NUMBERS[1:]}, g)
 
-    def _logsumexps(self, sides: Any) -> Tensor:
-        both_lse: Tensor = sides[0].new_empty(2, len(sides[0]))
-        self._rows(sides, (None, *both_lse, None, None))
-        return both_lse
+    def _rows(self, z: Tensor, part: slice, numbers: Numbers, factor_C: Tensor | None = None) -> Tensor | None:
+        """Launch the kernel, with a factor for the gradient; return what each row of that lacks."""
+        from lowtide.head.kernels.pair_rows import pair_rows
 
-    def _sums(self, sides: Any, both_lse: Tensor) -> Tensor:
-        value, pivot, mass = sums = both_lse.new_empty(3, both_lse.shape[1])
-        self._rows(sides, (value, *both_lse, pivot, mass), known=True)
-        return sums
-
-    def _gradient_(self, sides: Any, known: Numbers, factor_C: Tensor, _normalised: bool) -> Tensor | None:
-        out, is_known = sides[0] if self.out is None else self.out, "lse" in known
-        value, *rest = (known.get(name) for name in NUMBERS)
-        numbers = (None if is_known else value, *rest, None)
-        lift_C = self._rows(sides, numbers, out, None if self.apart else factor_C, known=is_known)
-        if not self.apart:
+        z_CV, t_CU, kept_C = self._sides(z, part)
+        out = None if factor_C is None else z_CV if self.out is None else self.out
+        lift_C = pair_rows(
+            z_CV, t_CU, kept_C, self._transforms, self.kind, self.beta, [*map(numbers.get, NUMBERS)], out,
+            None if self.apart else factor_C,
+        )  # fmt: skip
+        if not self.apart or factor_C is None:
             return None
         return factor_C if lift_C is None else factor_C * lift_C
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lowtide.head.engine import Numbers, Terms, UpstreamOf
 from lowtide.head.gradients import Gradients
-from lowtide.head.matmul import slices
-from lowtide.head.rows import Rows
+from lowtide.head.rows import Rows, slices
 from lowtide.head.terms.statistics import Upstream
 
 GATHERED = 2**20  # entries of a mask that are copied at a time, where a chunk's rows do not lie one after another

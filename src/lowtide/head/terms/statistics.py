@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Numbers, Terms, joined
-from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
+from lowtide.head.rows import slices
 
 FLOOR = -1e4  # a log-probability whose probability is 0 in every dtype: stands for -inf, which times 0 would be NaN
 CAPPED_BLOCKS = 8  # of a chunk's rows: what a soft cap holds beside the logits, it holds for one of them

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lowtide.head.call import DivergenceArgs, Head
 from lowtide.head.engine import Numbers, Terms
-from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
-from lowtide.head.rows import Rows
+from lowtide.head.rows import Rows, slices
 from lowtide.head.terms.dense import cap_slope, outcomes
 from lowtide.head.terms.statistics import logsumexp
 
