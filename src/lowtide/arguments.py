@@ -172,7 +172,7 @@ def refuse_transforms(
     """
     forward_ad: Any = torch.autograd.forward_ad
     compiling = torch.compiler.is_compiling()  # its own use of torch.func looks like the user's
-    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not compiling and _is_in_transform():
         got = "a torch.func transform"
     elif forward_ad._current_level >= 0 and (
         compiling or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
@@ -186,8 +186,12 @@ def refuse_transforms(
 
 def is_transformed() -> bool:
     """Return whether a torch.func transform or forward-mode differentiation is active."""
-    level: int = torch.autograd.forward_ad._current_level
-    return level >= 0 or torch._C._are_functorch_transforms_active()
+    level: int = torch.autograd.forward_ad._current_level  # that no level is entered has no public name
+    return level >= 0 or _is_in_transform()
+
+
+def _is_in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None  # torch.func tells nobody that it runs
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:

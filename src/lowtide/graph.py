@@ -7,14 +7,18 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.kernel_launch import on_device
 
-run_in_eager = _disable_dynamo  # torch.compiler.disable, without importing the compiler
+run_in_eager = _disable_dynamo
+# Documented, in modules whose names are private.
+pytree = _pytree
+DispatchMode = TorchDispatchMode
 TWICE = (
     "lowtide: expected gradients that are not differentiated again, got a second derivative. For those build the"
     " logits: torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
@@ -34,7 +38,7 @@ def schema_of(call: type, fields: int | None = None) -> str:
 
 
 def _in_dispatch_mode() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._len_torch_dispatch_stack() > 0  # a mode does not say that it is active
 
 
 def watched(args: Sequence[Any]) -> bool:
@@ -138,6 +142,21 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def saved_plainly() -> Iterator[None]:
+    """Keep hooks on saved tensors, such as those of torch.utils.checkpoint, from the graphs that are made inside."""
+    hooks: Any = torch._C._autograd  # hooks on top that change nothing would lose the check of versions
+    outer = []
+    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        outer.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
 def _without_autocast(device: torch.device) -> Iterator[None]:
     with torch.autocast(device_type=device.type, enabled=False), on_device(device):
         yield
@@ -197,7 +216,7 @@ def refuse_batched(function: str, *upstream: Tensor | None) -> None:
 
 
 def _is_batch(tensor: Tensor | None) -> bool:
-    functorch: Any = torch._C._functorch
+    functorch: Any = torch._C._functorch  # a batch of gradients is no type of its own in Python
     if tensor is None:
         return False
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)  # type: ignore[no-any-return]
@@ -205,6 +224,7 @@ def _is_batch(tensor: Tensor | None) -> bool:
 
 def is_last_backward() -> bool:
     """Return whether this backward is the last use of what forward stored."""
+    # retain_graph, which a node is not told
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 

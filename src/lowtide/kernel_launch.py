@@ -100,6 +100,7 @@ class Launcher:
             return
         x, y, z = (*grid, 1, 1)[:3]
         metadata = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's hooks
+        # as Triton's own launcher: the public stream is an object
         compiled.run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *metadata, *values, *fixed)
 
 

@@ -34,7 +34,7 @@ SEED = int(os.environ.get("SEED", "0"))  # small: added to the seeds of models, 
 RIGHT = "right"
 MODEL = ("accelerate.utils", "lowtide.models.patch", "lowtide.memory.apply", "transformers.models.llama.modeling_llama")
 MODULES = {  # which take long to import: of files and of cases, before they are forked
-    **dict.fromkeys(("fsdp", "tensor_parallel", "context_parallel", "data", "plan"), MODEL),
+    **dict.fromkeys(("fsdp", "context_parallel", "data", "plan"), MODEL),
     "zero": (*MODEL, "deepspeed.runtime.zero.muon.muon_optimizer"),
     "megatron": ("megatron.core.models.gpt.gpt_model",),
     "pipeline": ("torch.distributed.pipelining",),

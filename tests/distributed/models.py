@@ -1,4 +1,4 @@
-"""Small models for the cases of ranks, cut for tensor parallelism too, and what ranks compare of them."""
+"""Small models for the cases of ranks, and what ranks compare of them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate
 
 import lowtide
 from distributed.launch import DEVICE, SEED
-from distributed.sharded import on_one_rank
 from four_bit import in_four_bits
 from support import relative_error
 
@@ -33,24 +24,19 @@ SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
-    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 8, "tie_word_embeddings": False}),
     "phi": ("Phi", {}),  # a head with a bias
-}
-EXPERTS = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"pad_token_id": 0}),  # gate and up in one projection
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
 }
-GATHERED = ColwiseParallel(output_layouts=Replicate())
-ROWS = ("o_proj", "down_proj")
 
 
 def model_of(family: str = "llama", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     torch.manual_seed(1 + SEED)
-    name, own = (FAMILIES | OTHERS)[family]
+    name, own = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **own, **settings})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -79,25 +65,6 @@ def batch_of(stream: int = 0) -> dict[str, Tensor]:
     labels = ids.clone()
     labels[0, :4] = labels[1, 5:8] = -100
     return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
-
-
-def ranks_mesh() -> Any:
-    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def parallel(model: Any, head: Any = GATHERED, *, layers: bool = False) -> Any:
-    """Cut the head, and with ``layers`` attention and MLPs, each projection to local tensors."""
-    names = [("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))]
-    projections = [f"model.layers.*.{part}.{x}_proj" for part, each in names for x in each] if layers else []
-    plan = {name: (RowwiseParallel if name.endswith(ROWS) else ColwiseParallel)() for name in projections}
-    return parallelize_module(model, ranks_mesh(), {**plan, "lm_head": head})
-
-
-def in_sequence(model: Any, head: Any) -> Any:
-    """The last norm works on parts of the sequence, and the head takes them as they come."""
-    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
-    parallelize_module(model, ranks_mesh(), {"model.norm": enter})
-    return parallelize_module(model, ranks_mesh(), {"model.norm": SequenceParallel(), "lm_head": head})
 
 
 class Functional(nn.Module):
@@ -182,23 +149,6 @@ def same_mean(loss: Tensor, want: Tensor, group: Any = None) -> None:
     torch.testing.assert_close(mean / dist.get_world_size(group), want.detach(), rtol=close, atol=close)
 
 
-def fair(
-    ours: Any,
-    stock: Any,
-    true: Any,
-    batch: dict[str, Tensor],
-    where: object,
-    loss_of: Any = None,
-    close: float = 5e-7,
-) -> None:
-    """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank."""
-    got, want = (step(m, batch, loss_of) for m in (ours, stock))
-    near(got, want, on_one_rank(lambda: step(true, batch, loss_of)), where, close)
-    others = [torch.empty_like(got["loss"]) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, got["loss"])
-    assert all(torch.equal(got["loss"], other) for other in others), where
-
-
 def near(
     got: dict[str, Tensor], stock: dict[str, Tensor], true: dict[str, Tensor], where: object, close: float = 5e-7
 ) -> None:
@@ -208,26 +158,6 @@ def near(
         error, stock_error = relative_error(got[name], value), relative_error(stock[name], value)
         assert stock_error < 100 * close, (where, name, stock_error)
         assert error <= 3 * stock_error + close, (where, name, error, stock_error)
-
-
-def trio(
-    cut: Callable[[Any], Any],
-    of_stock: Callable[[Any], Any] | None = None,
-    *,
-    first: bool = False,
-    family: str = "llama",
-    options: lowtide.HeadOptions | None = None,
-    **settings: Any,
-) -> tuple[Any, Any, Any, lowtide.PatchReport]:
-    """Return a patched model, a stock one, one in float64, and the report.
-
-    ``cut`` cuts for tensor parallelism, the stock model too unless ``of_stock`` does; ``first``: patch before cutting.
-    """
-    ours, stock, true = (model_of(family, **settings) for _ in range(3))
-    report = lowtide.patch(ours, options=options) if first else None
-    cut(ours)
-    (of_stock or cut)(stock)
-    return ours, stock, true.double(), report or lowtide.patch(ours, options=options)
 
 
 def fused(report: lowtide.PatchReport, calls: int, built: int = 0, what: object = "") -> None:

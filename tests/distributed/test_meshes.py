@@ -1,4 +1,4 @@
-"""Tensor and context parallelism, and Megatron's own, on ranks with gloo. See the files of cases."""
+"""Context parallelism, and Megatron's tensor parallelism, on ranks with gloo. See the files of cases."""
 
 import pytest
 import torch.distributed as dist
@@ -10,11 +10,6 @@ pytestmark = [
     promise("ranks", "patched", "memory"),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo"),
 ]
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_tensor_parallel(part: int) -> None:
-    check_part("tensor_parallel", 2, part, 4)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -22,10 +22,7 @@ from promises import promise
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
-ON_A_CPU = ("what_is_left_alone", "an_error_inside", "memory")  # would show the same on a GPU
-OPTION, PARALLEL, ZERO, CONTEXT = (
-    launch.cases_of(CASES / f"{name}_cases.py") for name in ("option", "tensor_parallel", "zero", "context_parallel")
-)
+OPTION, ZERO, CONTEXT = (launch.cases_of(CASES / f"{name}_cases.py") for name in ("option", "zero", "context_parallel"))
 # Of each file the cases that communicate in a way of their own, and on how many GPUs.
 FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "option": ((2, 4), OPTION),
@@ -33,7 +30,6 @@ FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "kernel": ((2, 4), ["every_option"]),
     "fsdp": ((2, 4), ["patched_models", "functional_head", "mixed_precision", "accumulation", "two_axes"]),
     "data": ((2, 4), ["ddp", "no_tokens", "sequence_in_parts", "pipeline"]),
-    "tensor_parallel": ((2, 4), [case for case in PARALLEL if case not in ON_A_CPU]),
     "contrastive": ((2, 4), ["every_option", "gradients_of_keys_alone", "what_is_exchanged"]),
     "zero": ((2,), ZERO),
     "context_parallel": ((2, 4), CONTEXT),

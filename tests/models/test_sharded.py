@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lowtide
 from models.conftest import PEFT, assert_same_gradients, expect_calls
 from promises import promise
 from support import every_pair
@@ -14,19 +15,17 @@ from support import every_pair
 pytestmark = [*PEFT, promise("patched", "ranks")]
 
 
-def on_mesh(module, plan=None):
-    """Shard a module by FSDP2, or by tensor parallelism as ``plan`` says, on a mesh of one."""
+def one_rank():
     from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1,))  # also where there is a GPU
+
+
+def shard(model):
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import parallelize_module
 
-    mesh = init_device_mesh("cpu", (1,))  # also where there is a GPU
-    return fully_shard(module, mesh=mesh) if plan is None else parallelize_module(module, mesh, plan)
-
-
-def shard(model, *, head):
-    for module in (*model.model.layers, *([model.lm_head] if head else []), model):
-        on_mesh(module)
+    for module in (*model.model.layers, model.lm_head, model):
+        fully_shard(module, mesh=one_rank())
 
 
 def assert_same_local_gradients(model, stock, rtol=1e-4, floor=2e-5):
@@ -49,7 +48,7 @@ USES = {
 def test_what_a_sharded_head_computes_may_be_changed_in_place(use, one_process, patched, batch):
     """FSDP2 warns where a module returns a view, and warnings are errors here."""
     model, stock, _ = patched("llama", settings={"tie_word_embeddings": False})
-    shard(model, head=True)
+    shard(model)
     for m in (model, stock):
         result = USES[use](m(input_ids=batch["input_ids"], num_items_in_batch=3).logits, batch["input_ids"])
         result += 1
@@ -80,3 +79,19 @@ def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_proce
         torch.testing.assert_close(metrics[ours], metrics[theirs])
     if not own_loss:
         expect_calls(report, 2)
+
+
+@promise("reported")
+def test_a_head_under_tensor_parallelism_runs_stock(one_process, patched, batch):
+    """Before and after patch; its logits are whole, and so is the loss of them."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, stock, report = patched("llama", settings={"tie_word_embeddings": False})
+    parallelize_module(model, one_rank(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    assert lowtide.patch(model) is report
+    for m in (model, stock):
+        m(**batch).loss.backward()
+    assert_same_local_gradients(model, stock)
+    expect_calls(report, 0, 1)
+    assert "not a plain Parameter" in str(report)

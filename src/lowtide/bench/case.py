@@ -228,6 +228,7 @@ def row_of(case: Case, peer: Peer, size: int, exact: Exact, times: Times) -> Row
     with reason_in(row, peer.package):
         function = peer.build(case)
         forward, step = partial(case.forward, function), partial(case.step, function)
+        # PyTorch's own tests keep a GPU busy so
         busy = {"busy_": partial(torch.cuda._sleep, BUSY_CYCLES)} if case.x.is_cuda else {}
         for prefix, behind in {"": None, **busy}.items():
             timings = times({"limit_": partial(case.bare, size), "forward_": forward, "": step}, behind=behind)

@@ -102,7 +102,7 @@ def keep_for_backward(parameters: Iterable[Any]) -> None:
 
 
 def _when_backward_ends(function: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # as DDP and FSDP do
 
 
 class _Whole:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.random import fork_rng
-from torch.utils import _pytree as pytree
 
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.graph import keep_stored, node, run_in_eager, take_stored, undisturbed, watched
+from lowtide.graph import keep_stored, node, pytree, run_in_eager, saved_plainly, take_stored, undisturbed, watched
 from lowtide.head.call import Head, Wanted, check_mask, checked_call
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, narrow_view, run
 from lowtide.head.gradients import Gradients, scaled
@@ -630,14 +629,5 @@ def isolated(device: torch.device) -> Iterator[None]:
     Each of these lives for one piece. torch.utils.checkpoint's hooks would drop what it saves and compute the whole
     checkpointed block again to get it back.
     """
-    hooks: Any = torch._C._autograd
-    outer = []
-    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
-        outer.append(top)
-        hooks._pop_saved_tensors_default_hooks()
-    try:
-        with undisturbed(device):
-            yield
-    finally:
-        for pack, unpack in reversed(outer):
-            hooks._push_saved_tensors_default_hooks(pack, unpack)
+    with saved_plainly(), undisturbed(device):
+        yield

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lowtide.arguments import is_dtensor
 from lowtide.errors import UnsupportedError, message
+from lowtide.graph import DispatchMode
 from lowtide.memory.saved import Store, stay
 
 # aten's fused attention, whatever the backend. The math path is not an operator: it falls apart into matmuls.
@@ -61,7 +61,7 @@ class SavedAttention:
         self.calls: list[_Call] = []
         self._store = store
 
-    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    def contexts(self) -> tuple[DispatchMode, DispatchMode]:
         """Return the contexts of the layer's forward and of its recompute, as the checkpoint's ``context_fn``."""
         return _Saving(self), _Returning(self)
 
@@ -98,7 +98,7 @@ class SavedAttention:
         return values if len(values) > 1 else values[0]
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
     """What both modes share: they do not look into compiled regions of the layer, and see higher-order operators."""
 
     supports_higher_order_operators = True

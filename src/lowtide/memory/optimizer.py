@@ -197,7 +197,7 @@ class OptimizerOffload:
 
     def _forward(self, optimizer: Optimizer, layer: int, *_: Any) -> None:
         """End and begin the copies that are due, when a layer begins or the last one has ended."""
-        if not self._blocks or self._in_closure or torch._C._current_graph_task_id() != -1:
+        if not self._blocks or self._in_closure or torch._C._current_graph_task_id() != -1:  # -1: no backward runs
             return  # a closure's forward, or one that backward repeats
         _refuse_capture()
         layers, lag = len(self._layers), blocks.layers_to_leave(len(self._layers))

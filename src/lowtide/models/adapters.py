@@ -1,24 +1,28 @@
-"""What peft has put around a linear layer, and LoRA on a gated MLP's projections as `adapted_mlp` takes it.
+"""Linear layers as peft and bitsandbytes have them: what is around one, and projections as `adapted_mlp` takes them.
 
 A LoRA layer is a module with children base_layer, lora_A and lora_B; with x its input it computes
 ``base_layer(x) + scaling * lora_B(lora_A(lora_dropout(x)))`` with its active adapter; several at a time run peft's own
 code. A layer of peft's modules_to_save is one with children original_module and modules_to_save, and calls one of
 these. Both are known where their class and its forward are peft's own.
+
+bitsandbytes' `Linear4bit` (NF4, FP4), with x its input and W its dequantised weight, computes ``x W^T + b`` in its
+``compute_dtype`` and returns it in the dtype of x. Its packed weight is dequantised for each use.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lowtide.mlp.projection import Adapter, Projection, Weight
+from lowtide.mlp.projection import Adapter, Packed, Projection, Weight
 from lowtide.models.eligibility import has_hooks, plain_class
-from lowtide.models.four_bit import is_four_bit, packed_weight, why_not_packed
 from lowtide.models.instance import BASE, children_of, is_code_of, parameters_of
 
 _LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 _SAVED = ("peft.utils.other",)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that bitsandbytes dequantises to
 
 
 class LowRankAdapter(NamedTuple):
@@ -41,7 +45,7 @@ class AdaptedLinear(NamedTuple):
     base: nn.Linear
     adapter: LowRankAdapter | None
     around: tuple[nn.Module, ...]  # modules that are run on the way, whose hooks count
-    four_bit: bool = False  # whether base is a `Linear4bit` (see `lowtide.models.four_bit`)
+    four_bit: bool = False  # whether base is a `Linear4bit`
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -68,7 +72,7 @@ def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinea
         return found
     base: Any = children_of(kept)["base_layer"]
     around = (*around, kept) if found is None else (*around, kept, found.dropout)
-    return AdaptedLinear(base, found, around, four_bit and is_four_bit(base))
+    return AdaptedLinear(base, found, around, four_bit and _is_four_bit(base))
 
 
 def saved_module(module: nn.Module) -> nn.Module | str:
@@ -112,8 +116,8 @@ def _why_not_base(base: nn.Module, what: str, four_bit: bool) -> str | None:
     """Return why a layer is neither a plain linear one nor, with ``four_bit``, one in 4 bits; ``what`` for its kind."""
     if plain_class(base) is nn.Linear:
         return None
-    if four_bit and is_four_bit(base):
-        return why_not_packed(base)
+    if four_bit and _is_four_bit(base):
+        return _why_not_packed(base)
     return what.format(_kind(base))
 
 
@@ -161,13 +165,14 @@ def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
     return None
 
 
-def low_rank_projections(layers: Sequence[AdaptedLinear], dtype: torch.dtype | None) -> list[Projection]:
+def low_rank_projections(layers: Sequence[AdaptedLinear], dtype: torch.dtype) -> list[Projection]:
     """Return each projection with its adapter, and a weight in 4 bits for GEMMs in ``dtype``."""
     return [Projection(_weight(layer, dtype), layer.base.bias, _adapter(layer.adapter)) for layer in layers]
 
 
-def _weight(layer: AdaptedLinear, dtype: torch.dtype | None) -> Weight:
-    return packed_weight(layer.base, dtype) if layer.four_bit and dtype is not None else layer.base.weight
+def _weight(layer: AdaptedLinear, dtype: torch.dtype) -> Weight:
+    weight = layer.base.weight
+    return Packed.of(weight, _state_of(layer.base), dtype) if layer.four_bit else weight
 
 
 def _adapter(adapter: LowRankAdapter | None) -> Adapter | None:
@@ -175,3 +180,42 @@ def _adapter(adapter: LowRankAdapter | None) -> Adapter | None:
         return None
     p = float(adapter.dropout.p) if adapter.drops else 0.0  # type: ignore[arg-type]
     return Adapter(adapter.a.weight, adapter.b.weight, float(adapter.scale), p)
+
+
+def _is_four_bit(module: nn.Module) -> bool:
+    """Whether the module is a `Linear4bit` of bitsandbytes, or one of its own subclasses for NF4 and FP4."""
+    bnb = sys.modules.get("bitsandbytes")
+    return bnb is not None and plain_class(module) in (bnb.nn.Linear4bit, bnb.nn.LinearNF4, bnb.nn.LinearFP4)
+
+
+def _why_not_packed(linear: Any) -> str | None:
+    """Return why fused parts cannot read this `Linear4bit`'s weight now, or None."""
+    kind: Any = plain_class(linear)
+    if not torch.compiler.is_compiling() and not is_code_of(kind.forward, "bitsandbytes."):
+        return "is a Linear4bit whose forward was replaced"
+    state = _state_of(linear)
+    if state is None:
+        return "is a Linear4bit whose weight is not quantised yet: move the model to its device, then patch again"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "is a Linear4bit whose weight an evaluation on this CPU has packed in another order"
+    return None
+
+
+def _state_of(linear: Any) -> Any:
+    """Return what dequantises the weight of a `Linear4bit`: of FSDP2's Parameter in its place the layer has it."""
+    state = getattr(linear.weight, "quant_state", None)
+    return linear.quant_state if state is None else state
+
+
+def is_here(weight: Tensor) -> bool:
+    """Whether a weight in 4 bits is itself on this device: FSDP2's shards outside of their module's call are not."""
+    return type(weight) in (sys.modules["bitsandbytes"].nn.Params4bit, nn.Parameter)
+
+
+def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a `Linear4bit` computes with ``x``; None: one that is not dequantised to.
+
+    Or not known yet: where none was chosen when the layer was made, its own forward sets it by its first input.
+    """
+    dtype = linear.compute_dtype or x.dtype
+    return dtype if linear.compute_type_is_set and dtype in _DTYPES else None

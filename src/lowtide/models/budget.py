@@ -73,6 +73,7 @@ def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[st
     weights = next(iter(model.parameters())).dtype
     four_bit = quantised(read_settings(model.config)).four_bit
     dtype = torch.bfloat16 if four_bit else weights
+    # what transformers' models read
     attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "")
     return {
         "seq_len": length * rows if joined else length,

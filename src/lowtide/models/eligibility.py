@@ -3,6 +3,7 @@
 Pure functions. Those named ``why_not_`` return the reason against it, or None.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Sequence
@@ -10,21 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
+from torch.nn.modules.module import _has_any_global_hook  # these hooks see the calls of every module
 
 from lowtide.arguments import hooks_of, is_autocast_on, is_transformed
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE
-from lowtide.models.parallel_style import defining_module, has_foreign_forward
 
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
 # change the logits.
 _HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.utils.", *HOOKS)
-# accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
-_ACCELERATE = "accelerate.hooks"
-_MOVES = (f"{_ACCELERATE}.AlignDevicesHook", f"{_ACCELERATE}.CpuOffload")
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
+REPLACED = "the output embedding's forward was replaced on the instance"
 
 
 def why_not_patch_model(model: nn.Module) -> str | None:
@@ -38,83 +36,45 @@ def why_not_patch_model(model: nn.Module) -> str | None:
     return None
 
 
-def why_not_patch_head(model: nn.Module, head: nn.Module | None, why_not_linear: str | None) -> str | None:
-    """Return why ``head``, what a model's output embedding is or calls, cannot return lazy logits.
-
-    ``why_not_linear`` is why it is not a linear layer, with adapters or without.
-    """
-    if head is None:
-        heads = {name: getattr(m, "get_output_embeddings", lambda: None)() for name, m in model.named_modules()}
-        inner = next((name for name, head in heads.items() if head is not None), None)
-        hint = "" if inner is None else f"; its {inner} has one: pass that to patch, with scoring=True"
-        return f"the model has no output embedding{hint}"
-    if why_not_linear is not None:
-        return f"the output embedding {why_not_linear}"
-    return "the output embedding's forward was replaced on the instance" if has_foreign_forward(head) else None
-
-
 def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call of an unsharded head must return real logits."""
+    """Return why this call must return real logits."""
+    why_not = why_not_call(head)  # first: a parametrization computes the weight anew each time that it is read
+    if why_not is not None:
+        return why_not
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
     if any(type(p) is not nn.Parameter for p in (head.weight, head.bias) if p is not None):
         return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
-    if type(hidden) is not Tensor:
+    if type(hidden) is not Tensor or not hidden.is_floating_point():
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
-    return why_not_now(head, hidden)
-
-
-def why_not_now(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call must return real logits, for any type of tensors."""
-    if not hidden.is_floating_point():
-        return f"the hidden states are a {type(hidden).__name__} of {hidden.dtype}"
     if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
         return "hidden states and output embedding differ in dtype"
     if is_transformed():
         return "a torch.func transform or forward-mode differentiation is active"
-    if is_traced():
-        return "the model is being traced"
-    return why_not_call(head)
+    return "the model is being traced" if is_traced() else None
 
 
 def why_not_call(head: nn.Module) -> str | None:
     """Return why a call of ``head`` may do more than a linear layer, which a loss without logits would miss."""
-    why_not = _why_not_forward(head) or why_not_class(head)
-    if why_not is not None:
-        return why_not
+    if "forward" in vars(head):
+        return REPLACED
+    if not any(BASE in vars(kind) for kind in (type(head), plain_class(head))):  # FSDP2 may come before patch or after
+        return f"the output embedding was given another class, {type(head).__name__}"
     if is_function_mode_active():
         return "a TorchFunctionMode is active"
-    for hook in (hook for hooks in (*hooks_of(head), *_hooks_of_all()) for hook in hooks.values()):
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "all modules have a hook"
+    for hook in (hook for hooks in hooks_of(head) for hook in hooks.values()):
         module = defining_module(hook)
         if not module.startswith(_HOOKS_THAT_DO_NOT_READ):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
     return None
 
 
-def _why_not_forward(head: nn.Module) -> str | None:
-    """Return why a forward on the instance may be another than the class's one, which accelerate moves there."""
-    if not has_foreign_forward(head):
-        return None
-    before = getattr(vars(head).get("_old_forward"), "__func__", None)
-    if defining_module(vars(head)["forward"]) != _ACCELERATE or before is not type(head).forward:
-        return "the output embedding's forward was replaced on the instance"
-    hook: Any = vars(head)["_hf_hook"]
-    for each in getattr(hook, "hooks", (hook,)):  # of a SequentialHook
-        if f"{type(each).__module__}.{type(each).__name__}" not in _MOVES or each.no_grad:
-            return f"the output embedding has a hook of accelerate's, a {type(each).__name__}, that may change logits"
-    return None
-
-
-def why_not_class(head: nn.Module) -> str | None:
-    """Return why the class of a patched head may do more with a call than when it was patched."""
-    if any(BASE in vars(kind) for kind in (type(head), plain_class(head))):  # FSDP2 may have come before patch or after
-        return None
-    return f"the output embedding was given another class, {type(head).__name__}"
-
-
-def _hooks_of_all() -> tuple[dict[int, Any], ...]:
-    """Return the hooks that run with the calls of all modules."""
-    of_gradients = (nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks)
-    return nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks, *of_gradients
+def defining_module(function: Any) -> str:
+    """Return the name of the module that a function is from, "" if it has none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or ""
 
 
 def is_traced() -> bool:
@@ -184,4 +144,4 @@ def are_plain_linears(linears: Sequence[nn.Module], others: Sequence[nn.Module] 
     for module in (*linears, *others):
         if "forward" in vars(module) or has_hooks(module):
             return False
-    return torch.compiler.is_compiling() or not any(_hooks_of_all())
+    return torch.compiler.is_compiling() or not _has_any_global_hook()  # type: ignore[no-untyped-call]

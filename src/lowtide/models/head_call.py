@@ -1,30 +1,151 @@
 """One call of the output embedding, remembered: the logits it would have given can be built later, or never.
 
-Legend: hidden [..., D], logits [..., V].
+What is done to them after it are steps: the rows that were taken, and the operations on their values.
+
+With LoRA on it they are ``x W^T + b + s h B^T`` with ``h = drop(x) A^T``, a few numbers per token.
+
+Legend: hidden x [..., D], logits [..., V], an adapter of rank r.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.arguments import is_autocast_on, is_dtensor, operand_dtype
 from lowtide.distributed.fsdp import Gathered, gathered, unit_of, versions
-from lowtide.distributed.zero import Kept, is_partitioned, keep_for_backward
+from lowtide.distributed.zero import Kept, gather_for, is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
-from lowtide.models.eligibility import why_not_call
-from lowtide.models.instance import part_of
+from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora
+from lowtide.models.eligibility import REPLACED, are_plain_linears, why_not_call, why_not_lazy
+from lowtide.models.instance import children_of, part_of
 from lowtide.models.report import PatchReport
-from lowtide.models.steps import LogitArguments, Rows, Step, replay, rows_of
 
-# The stock forward of a head, and work that needs it, done with the head and its input.
+# The stock forward of a head.
 Forward = Callable[[Tensor], Tensor]
-Work = Callable[[nn.Linear, Forward, Tensor], Any]
+# The class of tensors' methods as PyTorch has them, whatever is assigned to torch.Tensor.
+TensorBase: Any = Tensor.__base__
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation on the logits that can be done again.
+
+    Args:
+        run: The operation.
+        kind: What it does to values: nothing ("rows", "detach"), "cast", "scale", "tanh", "bias" or "log_softmax".
+        by: The factor of a scale, or the vector [V] of a bias.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    kind: str = "rows"
+    by: Any = None
+
+
+def replay(logits: Tensor, steps: Iterable[Step]) -> Tensor:
+    """Return ``logits`` after the steps."""
+    for step in steps:
+        logits = step.run(logits)
+    return logits
+
+
+class RowView(NamedTuple):
+    """A view of the rows of a tensor, its strides and offset counted in rows: the same of logits and hidden states."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, view: Tensor, V: int) -> Self | None:
+        """Return what ``view``, of the memory of logits [..., V], has of its rows; None if it has no whole rows."""
+        if not view.dim() or view.shape[-1] != V or view.stride(-1) != 1:
+            return None
+        *strides, offset = (*view.stride()[:-1], view.storage_offset())
+        if any(number % V for number in (*strides, offset)):
+            return None
+        return cls(tuple(view.shape[:-1]), tuple(stride // V for stride in strides), offset // V)
+
+    def is_all(self, rows: int) -> bool:
+        """Whether these are all the rows, in their order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0 and expected == rows
+
+
+# Rows, one after another: a view, or the numbers of those that a mask has chosen.
+Rows = tuple[RowView | Tensor, ...]
+
+
+def rows_of(tensor: Tensor, rows: Rows) -> Tensor:
+    """Return ``rows`` of a tensor [..., *]."""
+    for taken in rows:
+        width = tensor.shape[-1]
+        if isinstance(taken, Tensor):
+            tensor = tensor.flatten(0, -2)[taken]
+        elif taken.is_all(tensor.shape[:-1].numel()):
+            tensor = tensor.reshape(*taken.shape, width)
+        else:
+            whole = tensor.contiguous()
+            strides = (*(stride * width for stride in taken.strides), 1)
+            offset = whole.storage_offset() + taken.offset * width
+            tensor = whole.as_strided((*taken.shape, width), strides, offset)
+    return tensor
+
+
+@dataclass(frozen=True)
+class LogitArguments:
+    """Steps as arguments of `linear_cross_entropy` and the other functions of the head."""
+
+    logit_scale: float = 1.0  # applied after `offsets`
+    softcap: float | None = None
+    offsets: tuple[Tensor, ...] = ()  # vectors [V] that are added like a bias
+    normalised: bool = False  # the steps end in a log-softmax
+    sign: int = 1  # the factor of that log-softmax, 1 or -1
+
+
+def fold(steps: Iterable[Step]) -> LogitArguments | None:
+    """Return steps as arguments of lowtide's functions, None where they are not of that form.
+
+    Any ``tanh(z * a) * c`` is a cap at c of ``z * (a * c)``. Changes of dtype and shape are left out.
+    """
+    scale, sign, normalised = 1.0, 1, False
+    cap: float | None = None
+    offsets: list[Tensor] = []
+    for step in steps:
+        kind, by = step.kind, step.by
+        if kind in ("rows", "detach", "cast"):
+            continue
+        if normalised and kind == "scale" and by == -1:
+            sign = -sign
+        elif normalised:
+            return None
+        elif kind == "log_softmax":
+            normalised = True
+        elif kind == "bias" and scale == 1 and cap is None:
+            offsets.append(by)
+        elif kind == "tanh" and cap is None:
+            cap = 1.0
+        elif kind != "scale":
+            return None
+        elif cap is None:
+            scale *= by
+        else:
+            cap *= by
+    if cap is not None:
+        scale, cap = scale * cap, abs(cap)  # tanh is odd
+    if any(number == 0 or not math.isfinite(number) for number in (scale, 1 if cap is None else cap)):
+        return None
+    return LogitArguments(scale, cap, tuple(offsets), normalised, sign)
 
 
 class LossState:
@@ -35,7 +156,6 @@ class LossState:
     def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
         self.report, self.options, self.warned = report, options, False
         self.head: nn.Module | None = None
-        self.head_calls = 0
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
@@ -50,73 +170,110 @@ class LossState:
             warnings.warn(f"{text} (Warned of once for each model.)", stacklevel=2)
 
 
-class Running(NamedTuple):
+@dataclass
+class Running:
     """A forward of a patched model."""
 
     model: nn.Module
     state: LossState
     lazy: bool  # the head is to return lazy logits
-    scores: bool  # without labels: rows may be read a few at a time
-    head_calls: int  # of the state, before it
+    scores: bool  # without labels
+    called: bool = False  # the head
 
 
 class HeadWork:
     """Work to be done inside the head module's forward, which a patched head runs when this is its input.
 
-    Hooks that gather, move or free the weight (FSDP2, ZeRO-3, offloading) then run around the work, as around any other
-    call. This is no pytree and holds no tensor that hooks could find. ZeRO-3 releases what it gathered for a backward
-    when that reaches the module's inputs: there the hidden states are a second input.
+    Hooks that gather, move or free the weight (FSDP2, ZeRO-3) then run around the work, as around any other call. This
+    is no pytree and holds no tensor that hooks could find. ZeRO-3 releases what it gathered for a backward when that
+    reaches the module's inputs: there the hidden states are a second input.
     """
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self.work = work
 
 
+def why_not_patch_head(model: nn.Module, head: nn.Module | None) -> str | None:
+    """Return why ``head``, what a model's output embedding is or calls, cannot return lazy logits."""
+    if head is None:
+        heads = {name: getattr(m, "get_output_embeddings", lambda: None)() for name, m in model.named_modules()}
+        inner = next((name for name, head in heads.items() if head is not None), None)
+        hint = "" if inner is None else f"; its {inner} has one: pass that to patch, with scoring=True"
+        return f"the model has no output embedding{hint}"
+    found = adapted_linear(head)
+    if isinstance(found, str):
+        layer = children_of(head).get("base_layer", head)
+        hint = " (list it in llm_int8_skip_modules to train without logits)"
+        return f"the output embedding {found}{hint * type(layer).__module__.startswith('bitsandbytes.')}"
+    return REPLACED if "forward" in vars(head) else None
+
+
+def head_call(head: Any, args: tuple[Any, ...], kwargs: dict[str, Any], running: Running) -> "HeadCall | str":
+    """Return a record of this call of the head, or why it must return real logits."""
+    if len(args) != 1 or kwargs:
+        return "the output embedding was called with more than hidden states"
+    why_not = why_not_lazy(head, args[0])
+    layer = adapted_linear(head) if is_lora(head) else AdaptedLinear(head, None, ())
+    if isinstance(layer, str):
+        return f"the output embedding {layer}"
+    why_not = why_not or _why_not_inside(head, layer)
+    if why_not is not None:
+        return why_not
+    parameters = [p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None]
+    if any(type(parameter) is not nn.Parameter for parameter in parameters):
+        return "a weight of the output embedding's LoRA is not a plain Parameter"
+    if layer.base is not head and not gather_for(head, parameters):
+        return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
+    return HeadCall(head, args[0], layer, running)
+
+
+def _why_not_inside(head: Any, layer: AdaptedLinear) -> str | None:
+    """Return why a call of the layers inside may do more than linear layers do."""
+    around = tuple(module for module in layer.around if module is not head)
+    if layer.base is head or are_plain_linears(layer.linears, around):
+        return None
+    return "a layer of the output embedding's LoRA has hooks or a forward of its own"
+
+
 class HeadCall:
     """One call of the head: its input [..., D] and all that is needed to build the same logits later, or never.
 
-    Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for each access.
+    Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for each access. With LoRA the adapter is
+    the one of this call, and its ``h`` is computed at once, so that dropout draws where the head's own code draws, and
+    the loss and logits built later see the same.
     """
 
-    only_loss = False  # cross entropy alone can be computed without logits
-    sharded = False  # each rank has a shard of the classes
+    fused = built = False
+    passed = False  # something with a graph was computed past the logits
+    hooked = False  # a gradient hook is on logits that are built
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, running: Running) -> None:
-        self.head = head
-        self.hidden = hidden
-        self.model, self.scores = running.model, running.scores
-        self.report, self.options = running.state.report, running.state.options
-        self.fused = False
-        self.built = False
-        self.passed = False  # something with a graph was computed past the logits
-        self.hooked = False  # a gradient hook is on logits that are built
+    def __init__(self, head: nn.Linear, hidden: Tensor, layer: AdaptedLinear, running: Running) -> None:
+        self.head, self.hidden, self.layer = head, hidden, layer
+        self.model, self.report, self.options = running.model, running.state.report, running.state.options
+        self._h: Tensor | None = None
+        adapter = layer.adapter
+        if adapter is not None:
+            self._h = adapter.a(adapter.dropout(hidden.to(adapter.a.weight.dtype)))
         self.dtype = operand_dtype(hidden)  # of the logits
-        self.classes, self.weight_dtype = head.weight.shape[0], head.weight.dtype
-        tensors = self.tensors
-        self.partitioned = any(map(is_partitioned, tensors))  # by ZeRO-3
-        self._gathered_tensors = tensors if self.partitioned else None
+        self.linked = self.tensors  # in autograd's graph
+        self.partitioned = any(map(is_partitioned, self.linked))  # by ZeRO-3
         self._unit = unit_of(head, self.model)
         self._state = self._present_state()
         # What stock's graph has: flags that are set later count for the calls that follow.
-        self._required = tuple(x is not None and x.requires_grad for x in tensors)
-        self._inference = torch.is_inference_mode_enabled()
+        self._required = tuple(x is not None and x.requires_grad for x in self.linked)
         kind = hidden.device.type
         self._autocast_dtype = torch.get_autocast_dtype(kind) if is_autocast_on(kind) else None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
-        return self.hidden, self.head.weight, self.head.bias
-
-    @property
-    def linked(self) -> tuple[Tensor | None, ...]:
-        """Return `tensors` for autograd's graph; where ZeRO-3 shares them out, without asking a module, who gathers."""
-        return self.tensors if self._gathered_tensors is None else self._gathered_tensors
+        base, adapter = self.layer.base, self.layer.adapter
+        return self.hidden, base.weight, base.bias, self._h, None if adapter is None else adapter.b.weight
 
     @property
     def resharded(self) -> bool:
         """Whether the root of FSDP2, in whose unit the head is, has let go of the weight since."""
-        return self._unit is self.model and not self.sharded and is_dtensor(self.head.weight)
+        return self._unit is self.model and is_dtensor(self.layer.base.weight)
 
     def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool, inference: bool) -> Tensor:
         """Build the logits [..., V] after ``steps`` as the model would have: same operations, same modes and autocast.
@@ -126,22 +283,28 @@ class HeadCall:
         if not self.built:
             self.built = True
             self.report.count_materialised(why)
-        with self.modes(grad_mode=grad_mode and not self.resharded, inference=self._inference):
-            logits = self._run(lambda _, forward, hidden: self._logits(forward, (hidden, *self.tensors[1:])))
-            with torch.inference_mode(inference):
-                return replay(logits, steps)
+        with self.modes(grad_mode=grad_mode and not self.resharded, inference=inference):
+            return replay(self._run(lambda forward, hidden: self._logits(forward, hidden, self._h)), steps)
+
+    def _logits(self, forward: Forward, hidden: Tensor, h: Tensor | None) -> Tensor:
+        """Return the logits, by the head's own layers as their parameters are."""
+        adapter = self.layer.adapter
+        if self.layer.base is self.head:
+            return forward(hidden)
+        logits: Tensor = self.layer.base(hidden)
+        return logits if adapter is None else (logits + adapter.b(h) * adapter.scale).to(logits.dtype)
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `tensors` for a gradient that reached the logits."""
 
-        def work(_: nn.Linear, forward: Forward, __: Tensor) -> tuple[Tensor | None, ...]:
+        def work(forward: Forward, _: Tensor) -> tuple[Tensor | None, ...]:
             # parameters as they are, for the head's own code reads them
-            inputs = tuple(
+            inputs: list[Any] = [
                 x if x is None or isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
                 for x in self.tensors
-            )
+            ]
             trained = [x for x in inputs if x is not None and x.requires_grad]
-            logits = replay(self._logits(forward, inputs), steps)
+            logits = replay(self._logits(forward, inputs[0], inputs[3]), steps)
             gradients = iter(torch.autograd.grad(logits, trained, grad_logits) if trained else ())
             return tuple(next(gradients) if x is not None and x.requires_grad else None for x in inputs)
 
@@ -163,26 +326,28 @@ class HeadCall:
         """Return what ``function`` computes of these rows of the logits, after the steps that `fold` gave ``folded``.
 
         ``per_row`` is whether that is a value of each. It is called with (hidden, weight), ``linear_bias``,
-        ``logit_scale``, ``softcap``, ``options`` and the keyword arguments of `operands`.
+        ``logit_scale``, ``softcap``, ``options`` and, with LoRA, ``adapter``.
         """
+        assert rows is not None
 
-        def work(_: nn.Linear, __: Forward, hidden: Tensor) -> Any:
-            assert rows is not None
+        def work(_: Forward, hidden: Tensor) -> Any:
             options = self.options
             if options is not None and per_row:  # only a loss that is one number can have its gradients in forward
                 options = replace(options, gradient="auto")
-            hidden, weight, bias, more = self.operands(hidden, rows)
+            base, adapter = self.layer.base, self.layer.adapter
+            bias: Tensor | None = base.bias
             for offset in folded.offsets:
                 bias = offset if bias is None else bias + offset
-            cap_and_scale = {"softcap": folded.softcap, "logit_scale": folded.logit_scale}
-            result = function(hidden, weight, linear_bias=bias, options=options, **cap_and_scale, **more)
+            settings: dict[str, Any] = {"softcap": folded.softcap, "logit_scale": folded.logit_scale}
+            if adapter is not None and self._h is not None:
+                settings["adapter"] = rows_of(self._h, rows), adapter.b.weight, adapter.scale
+            result = function(rows_of(hidden, rows), base.weight, linear_bias=bias, options=options, **settings)
             # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
             return result.clone() if result._is_view() else result
 
-        resharded = self.resharded
         with self._autocast():
             result = self._run(work)
-        if resharded and result.requires_grad:
+        if self.resharded and result.requires_grad:
             raise _changed(_RESHARDED)
         self.passed |= result.requires_grad
         if not self.fused:
@@ -190,34 +355,16 @@ class HeadCall:
             self.report.calls_fused += 1
         return result
 
-    def operands(self, hidden: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Return what a function of the logits takes: hidden states, weight, bias and further keyword arguments.
-
-        ``hidden`` is the input that the work is given; ``rows`` are those of it whose logits are asked for.
-        """
-        return rows_of(hidden, rows), self.head.weight, self.head.bias, {}
-
-    def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        """Return the logits from `tensors`, or from others in their place."""
-        hidden = tensors[0]
-        assert hidden is not None
-        return forward(hidden)
-
-    def why_not_again(self) -> str | None:
-        """Return why the head may do more now than it did then."""
-        return why_not_call(self.head)
-
-    def _run(self, work: Work, *, link: bool = True) -> Any:
+    def _run(self, work: Callable[[Forward, Tensor], Any], *, link: bool = True) -> Any:
         """Do ``work`` inside the head's forward, if nothing has changed since the call: asked here alone."""
 
-        def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
-            # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-            if self._present_state() != self._state and not hasattr(head, "_hf_hook"):
+        def checked(forward: Forward, hidden: Tensor = self.hidden) -> Any:
+            if self._present_state() != self._state:
                 raise _changed(_VALUES)
             with self.as_in_forward():
-                return work(head, forward, hidden)
+                return work(forward, hidden)
 
-        why_not = self.why_not_again()
+        why_not = why_not_call(self.head) or _why_not_inside(self.head, self.layer)
         if part_of(self.head) is None:
             unpatched = part_of(self.model) is None
             why_not = "the model was unpatched" if unpatched else "the output embedding got adapters"

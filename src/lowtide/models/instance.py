@@ -15,7 +15,6 @@ from lowtide.swap import child_class
 # The mark of a class that patch made: what it is a child of; and the part of the model that it was made for.
 BASE = "_lowtide_base"
 PART = "_lowtide_part"
-PROBED = "_lowtide_probed"  # of a part that was probed: the forward that the probe has run, a `StockForward`
 
 # Makes the overrides of a child from its base and further arguments; a function that its module holds by name.
 Overrides = Callable[..., dict[str, Any]]
@@ -28,39 +27,16 @@ def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashab
     """
     assign: Any = module
     assign.__class__ = child_class(stock_class(module), _Attributes(part, overrides, args), BASE)
-    probed: Any = vars(type(module)).get(PROBED)
-    if probed is not None:
-        probed.record()
 
 
-def with_forward(base: Any, forward: Callable[..., Any], **others: Any) -> dict[str, Any]:
+def with_forward(base: Any, forward: Callable[..., Any]) -> dict[str, Any]:
     """Return a class's attributes with ``forward`` in place of that of ``base``, which documents it.
 
     Not by functools.wraps: its ``__wrapped__`` is an invitation to call past this function, and accelerate takes it.
     """
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
-    return {"forward": forward, **others}
-
-
-class StockForward:
-    """The forward of a stock class as it was when a module of that class was patched last.
-
-    Code that is replaced later is compared no further than this: `lowtide.patch` again looks at it again.
-    """
-
-    def __init__(self, base: Any) -> None:
-        self._base = base
-        self.forward: Any = None
-        self.record()
-
-    def record(self) -> None:
-        """Record the present forward as the one that was probed."""
-        self.forward = self._base.forward
-
-    def is_replaced(self) -> bool:
-        """Whether another forward was set on the class since."""
-        return self._base.forward is not self.forward
+    return {"forward": forward}
 
 
 def with_fused(base: Any, inputs: int, run: Callable[..., Any]) -> dict[str, Any]:
@@ -69,15 +45,15 @@ def with_fused(base: Any, inputs: int, run: Callable[..., Any]) -> dict[str, Any
     Or what the stock forward returns: where ``run`` returns None, for other arguments, and where the class has got
     another forward since.
     """
-    probed = StockForward(base)
+    stock = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != inputs or kwargs or probed.is_replaced():
+        if len(args) != inputs or kwargs or base.forward is not stock:
             return base.forward(self, *args, **kwargs)
         result = run(self, *args)
         return base.forward(self, *args) if result is None else result
 
-    return with_forward(base, forward, **{PROBED: probed})
+    return with_forward(base, forward)
 
 
 def children_of(module: nn.Module) -> dict[str, Any]:

@@ -6,19 +6,16 @@ Legend: hidden [..., D], logits [..., V].
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError
-from lowtide.models.head_call import HeadCall
-from lowtide.models.steps import Rows, RowView, Step, TensorBase, replay
+from lowtide.graph import pytree, saved_plainly
+from lowtide.models.head_call import HeadCall, Rows, RowView, Step, TensorBase, replay
 
 _as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which lazy logits are what their storage says
 
@@ -57,7 +54,7 @@ class LazyLogits(Tensor):
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return the logits of ``call``, before any operation."""
-        like = torch.empty((*call.hidden.shape[:-1], call.classes), dtype=call.dtype, device="meta")
+        like = torch.empty((*call.hidden.shape[:-1], call.layer.base.weight.shape[0]), dtype=call.dtype, device="meta")
         return cls._make(call, (), (), like, None, grad_mode=torch.is_grad_enabled())
 
     @classmethod
@@ -122,8 +119,10 @@ class LazyLogits(Tensor):
             return NotImplemented
         return self._child(step, like, (*self.rows, *rows), view=False)
 
-    def view_by(self, step: Step, like: Tensor) -> Any:
+    def view_by(self, like: Tensor, *, detaches: bool = False) -> Any:
         """Return a view of these logits, as ``like`` is one of `meta`; NotImplemented if that has no whole rows."""
+        form = like.shape, like.stride(), like.storage_offset()
+        step = Step(TensorBase.detach, "detach") if detaches else Step(lambda z: z.as_strided(*form))
         taken, rows = RowView.of(like, self.whole.shape[-1]), self.whole.rows
         if taken is None or rows is None:
             swapped = self.meta().transpose(1, 2) if self.dim() == 3 and self.rows is not None else None
@@ -149,7 +148,7 @@ class LazyLogits(Tensor):
             return self._passed_on().materialise(why)
         if self._real is None:
             modes = {"grad_mode": self.grad_mode, "inference": self.inference}
-            with _saved_outside_of_checkpoints():
+            with saved_plainly():  # these logits are kept: a checkpoint's recompute does not build them again
                 if self.viewed is None:
                     self._real = real = self.call.logits(self.steps, why, **modes)
                     if self.grad_mode and self.call.resharded:  # a gradient gets the error of `HeadCall.vjp`
@@ -160,12 +159,6 @@ class LazyLogits(Tensor):
                     with self.call.modes(**modes):
                         self._real = replay(viewed, self.steps[-1:])
         return self._real
-
-    def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
-        # A debugger or a traceback that shows variables on one rank must not start what needs all ranks.
-        if self.call.sharded and not self.is_real:
-            return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
-        return super().__repr__(**settings)  # type: ignore[no-untyped-call]
 
     def _passed_on(self) -> "LazyLogits":
         """Return the logits that DeepSpeed passed on as these, or these.
@@ -218,7 +211,7 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         lazies = _found(args, kwargs)
         if any(lazy.detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
-            args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
             lazies = _found(args, kwargs)
         has_no_graph = func is Tensor.tolist or (
             func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
@@ -285,25 +278,6 @@ def reader() -> str:
     return name
 
 
-@contextmanager
-def _saved_outside_of_checkpoints() -> Iterator[None]:
-    """Have autograd save tensors itself where a checkpoint would recompute them.
-
-    The logits are kept, so its recompute does not build them again.
-    """
-    state, checkpoints = torch._C._autograd, []
-    while (hooks := state._top_saved_tensors_default_hooks(False)) is not None:
-        if getattr(hooks[0], "__module__", None) != checkpoint.__name__:
-            break
-        checkpoints.append(hooks)
-        state._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for hooks in reversed(checkpoints):
-            state._push_saved_tensors_default_hooks(*hooks)
-
-
 @functools.cache
 def keep_from_compiling() -> None:
     """Have torch.compile run what is done with lazy logits between two graphs. Loads the compiler."""
@@ -314,7 +288,7 @@ def keep_from_compiling() -> None:
 
 
 def _found(*trees: Any) -> list[LazyLogits]:
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, LazyLogits)]
+    return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, LazyLogits)]
 
 
 def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False, graph: bool = False) -> Any:
@@ -328,7 +302,7 @@ def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False, graph: b
         logits = lazy.materialise(f"read by {name}")
         return logits.detach() if detach else logits
 
-    return tree_map_only(LazyLogits, build, tree)
+    return pytree.tree_map_only(LazyLogits, build, tree)
 
 
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -343,18 +317,21 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return operation(*bound.args, **bound.kwargs)
 
 
+_ATTRIBUTES = """
+    shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+    itemsize
+"""
+_METHODS = """
+    size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex get_device
+    __hash__ __len__
+"""
 _METADATA: frozenset[Any] = frozenset(
     [
-        *(
-            getattr(TensorBase, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda",
-                         "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize")
-        ),
-        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
-        Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__,
-        Tensor.__len__, torch.numel, torch.is_floating_point, torch.is_complex,
+        *(getattr(TensorBase, name).__get__ for name in _ATTRIBUTES.split()),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+        *(torch.numel, torch.is_floating_point, torch.is_complex),
     ]
-)  # fmt: skip
+)
 
 _BASE: Any = vars(TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _REQUIRES_GRAD: Any = vars(TensorBase)["requires_grad"].__get__

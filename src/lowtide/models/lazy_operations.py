@@ -15,16 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lowtide.arguments import is_autocast_on
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
-from lowtide.models.head_kinds import adapted_cross_entropy
+from lowtide.models.head_call import LogitArguments, RowView, Step, TensorBase, fold, replay, rows_of
 from lowtide.models.lazy_logits import OPERATIONS, LazyLogits, reader
-from lowtide.models.steps import LogitArguments, RowView, Step, TensorBase, fold, replay, rows_of
 
 # Dtypes of logits: to one of these they are only rounded. float8 is for a quantisation that is meant to be seen.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,8 +34,6 @@ _ROWS_OF_A_PASS = 256  # a GEMM of so many rows takes about as long as reading t
 
 def _moved(function: Callable[..., Any], input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Views of whole rows, and what copies all rows in their order where there is no view."""
-    if any(isinstance(arg, Tensor) for arg in tree_leaves((args, kwargs))):
-        return NotImplemented
     meta = input.meta()
     try:
         made = function(meta, *args, **kwargs)
@@ -49,28 +45,24 @@ def _moved(function: Callable[..., Any], input: LazyLogits, *args: Any, **kwargs
         # With gradients PyTorch's own are views that may not be changed in place, which others may.
         if torch.is_grad_enabled() and input.requires_grad:
             return NotImplemented
-        views = [input.view_by(_part(function, args, kwargs, i), part) for i, part in enumerate(made)]
+        views = [input.view_by(part) for part in made]
         return NotImplemented if any(view is NotImplemented for view in views) else tuple(views)
     if not isinstance(made, Tensor) or made.dtype != meta.dtype:
         return NotImplemented
     name = getattr(function, "__name__", "")
-    step = Step(lambda z: function(z, *args, **kwargs), "detach" if name == "detach" else "rows")
     if made.untyped_storage() is meta.untyped_storage():
-        return input.view_by(step, made)
+        return input.view_by(made, detaches=name == "detach")
     taken = RowView.of(made, meta.shape[-1])
-    copies = name in ("reshape", "flatten", "contiguous")
-    return input.then(step, made, (taken,)) if copies and taken is not None else NotImplemented
-
-
-def _part(function: Callable[..., Any], args: Any, kwargs: Any, i: int) -> Step:
-    return Step(lambda z: function(z, *args, **kwargs)[i])
+    if taken is None or name not in ("reshape", "flatten", "contiguous"):
+        return NotImplemented
+    return input.then(Step(lambda z: function(z, *args, **kwargs)), made, (taken,))
 
 
 def _getitem(input: LazyLogits, index: Any) -> Any:
     """A view, or rows that a mask chooses among all."""
     if type(index) is not Tensor or index.dtype != torch.bool:
         return _moved(Tensor.__getitem__, input, index)
-    if index.dim() != input.dim() - 1 or index.shape != input.shape[:-1] or index.device != input.device:
+    if index.shape != input.shape[:-1] or index.device != input.device:
         return NotImplemented
     chosen = index.flatten().nonzero()[:, 0]  # indexing by a mask does the same, and so waits for the device as well
     like = input.meta().new_empty(len(chosen), input.shape[-1])
@@ -100,13 +92,12 @@ def _valued(input: LazyLogits, step: Step, by: Any = 1) -> Any:
 
 def _add(input: LazyLogits, other: Any) -> Any:
     """A vector [V] that is not trained is a bias."""
-    call = input.call
-    if type(other) not in (Tensor, nn.Parameter) or not 0 < other.dim() <= input.dim() or call.sharded:
+    if type(other) not in (Tensor, nn.Parameter) or not 0 < other.dim() <= input.dim():
         return NotImplemented
     if other.numel() != input.shape[-1] or other.shape[-1] != input.shape[-1]:
         return NotImplemented
-    trained = other.requires_grad and torch.is_grad_enabled()
-    if trained or other.dtype != call.weight_dtype or other.device != input.device:
+    trained, weight = other.requires_grad and torch.is_grad_enabled(), input.call.linked[1]
+    if trained or weight is None or other.dtype != weight.dtype or other.device != input.device:
         return NotImplemented
     like = torch.empty_like(input.meta(), dtype=torch.promote_types(input.dtype, other.dtype))
     bias = other.detach().flatten().clone()
@@ -157,17 +148,81 @@ def _loss(
         return NotImplemented
     assert logits is not None
     folded = fold(logits.steps)
-    if folded is None or folded.normalised is not of_logprobs or folded.sign != 1:
+    adapted, each = logits.call.layer.adapter is not None, reduction == "none"
+    if (
+        folded is None
+        or folded.normalised is not of_logprobs
+        or folded.sign != 1
+        or (adapted and (weight is not None or reduction not in ("mean", "sum")))
+    ):
         return NotImplemented
 
     def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        compute = adapted_cross_entropy if "adapter" in kwargs else linear_cross_entropy
-        kwargs |= {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        result = compute(hidden, head, target.reshape(hidden.shape[:-1]), reduction=reduction, **kwargs)
-        return result if reduction != "none" else result.reshape(target.shape)
+        compute: Any = adapted_cross_entropy if adapted else functools.partial(linear_cross_entropy, weight=weight)
+        kwargs |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        result: Tensor = compute(hidden, head, target.reshape(hidden.shape[:-1]), reduction=reduction, **kwargs)
+        return result.reshape(target.shape) if each else result
 
-    result: Tensor = logits.call.without_logits(logits.rows, folded, loss, per_row=reduction == "none")
+    result: Tensor = logits.call.without_logits(logits.rows, folded, loss, per_row=each)
     return result.to(_dtype_of(input, lambda z: F.cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
+
+
+def adapted_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    adapter: tuple[Tensor, Tensor, float],
+    linear_bias: Tensor | None,
+    reduction: str,
+    options: HeadOptions | None,
+    **settings: Any,
+) -> Tensor:
+    """Return `lowtide.linear_cross_entropy`, mean or sum, of logits to which an adapter adds before scale and cap.
+
+    ``adapter`` is h [..., r], B [V, r] and s.
+    ``settings`` are its ``ignore_index``, ``label_smoothing``, ``softcap`` and ``logit_scale``. A chunk at a time goes
+    through `lowtide.linear_apply`, and the function adds ``s h B^T`` to ``x W^T``, so a frozen W costs neither a copy
+    nor a gradient. One linear layer over [x, h] with the weight [W, s B] would cost both: at D=4096, V=128256 and
+    bfloat16 a GiB each, and a GEMM of N D V for an unused gradient. The same holds for merging the adapter into W,
+    which also rounds it to bfloat16.
+    """
+    kept = target != settings["ignore_index"]
+    # 0 for ignored tokens: a NaN among theirs would be in the gradients of the weights, which sum over all tokens
+    h, b_Vr, scale = adapter
+    input, h = (x.where(kept.unsqueeze(-1), 0) for x in (input, h))
+    loss: Tensor = linear_apply(
+        _cross_entropy,
+        input,
+        linear_weight,
+        target,
+        h,
+        linear_bias=linear_bias,
+        params=(b_Vr, scale, settings),
+        out="sum",
+        options=options,
+    )
+    loss = loss.where(kept.any(), 0)  # without a token the gradients are 0 whatever comes from upstream
+    if reduction == "sum":
+        return loss
+    total = kept.sum(dtype=loss.dtype)
+    # without a token the mean is NaN, and gradients are 0 as stock's, not NaN
+    return torch.where(total > 0, loss / total.clamp(min=1), torch.nan)
+
+
+def _cross_entropy(
+    logits: Tensor, target: Tensor, h: Tensor, b_Vr: Tensor, scale: float, settings: dict[str, Any]
+) -> Tensor:
+    """Add what the adapter makes of its input to rows of ``x W^T + b``, and take the loss.
+
+    A function of this module, and not one made for each call, so that it is looked at once.
+    """
+    beta, softcap = settings["logit_scale"], settings["softcap"]
+    options = {name: settings[name] for name in ("ignore_index", "label_smoothing")}
+    with torch.autocast(logits.device.type, enabled=False):
+        logits = logits.addmm(h.to(logits.dtype), b_Vr.to(logits.dtype).T, beta=beta, alpha=beta * scale)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return F.cross_entropy(logits, target, reduction="sum", **options)
 
 
 def _gather(input: LazyLogits, dim: Any, index: Any) -> Any:
@@ -222,7 +277,7 @@ def _logsumexp(input: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
 
 def _argmax(input: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
     """The first class of the highest logits, which are rounded as the model rounds them: some are equal then."""
-    if input.call.only_loss or input.rows is None or not _is_last(input, dim):
+    if input.call.layer.adapter or input.rows is None or not _is_last(input, dim):
         return NotImplemented
     settings = (input.call.dtype, [step for step in input.steps if step.kind not in ("rows", "detach")])
 
@@ -240,7 +295,7 @@ def _argmax_of_rows(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -
 
 def _folded(input: LazyLogits, dim: Any, *, normalised: bool = True) -> LogitArguments | None:
     """Return the folded steps of log-probabilities, or logits, read along the classes; None of anything else."""
-    folded = None if input.call.only_loss or input.rows is None or not _is_last(input, dim) else fold(input.steps)
+    folded = None if input.call.layer.adapter or input.rows is None or not _is_last(input, dim) else fold(input.steps)
     return folded if folded is not None and folded.normalised is normalised else None
 
 
@@ -264,7 +319,7 @@ def _read_in_parts(input: LazyLogits) -> bool:
     """
     call, rows = input.call, input.shape[:-1].numel()
     N, B = call.hidden.shape[:-1].numel(), call.hidden.shape[0]
-    if not call.scores or call.sharded or input.viewed is None or (input.grad_mode and torch.is_grad_enabled()):
+    if input.viewed is None or (input.grad_mode and torch.is_grad_enabled()):
         return False
     return rows != N and 2 * B * max(rows, _ROWS_OF_A_PASS) >= N  # two results of each sequence
 
@@ -313,11 +368,8 @@ _TABLE: dict[str, Callable[..., Any] | None] = {
 
 
 def look_up() -> None:
-    """Fill the table, by the functions that PyTorch has now: a user may have replaced some."""
+    """Fill the table, by the functions that PyTorch has at `patch`: a user may have replaced some."""
     for names, operation in _TABLE.items():
         for name in names.split():
             for function in (getattr(owner, name) for owner in (Tensor, torch, F) if hasattr(owner, name)):
                 OPERATIONS[function] = operation or functools.partial(_moved, function)
-
-
-look_up()

@@ -15,13 +15,10 @@ from torch import Tensor, nn
 
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
-from lowtide.models import eligibility, parallel_style
-from lowtide.models.adapters import saved_module
-from lowtide.models.head_call import HeadCall, HeadWork, LossState, Running
-from lowtide.models.head_kinds import head_call, why_not_linear, with_what
+from lowtide.models import eligibility
+from lowtide.models.adapters import is_lora, saved_module
+from lowtide.models.head_call import HeadCall, HeadWork, LossState, Running, head_call, why_not_patch_head
 from lowtide.models.instance import (
-    PROBED,
-    StockForward,
     give_class,
     is_on_top,
     part_of,
@@ -55,12 +52,6 @@ _NOT_TRACED = (
 _running: ContextVar[Running | None] = ContextVar("lowtide_running", default=None)
 
 
-def _running_with(head: nn.Module, *, lazy: bool) -> Running | None:
-    """Return the forward that calls its own ``head``, if that is to return lazy logits or not; None elsewhere."""
-    running = _running.get()
-    return running if running is not None and running.state.head is head and running.lazy is lazy else None
-
-
 def adopt_head(model: Any, state: LossState) -> None:
     """Give the model's present output embedding lazy logits; one before it, if it was replaced, keeps them."""
     outer: Any = model.get_output_embeddings()
@@ -74,26 +65,17 @@ def adopt_head(model: Any, state: LossState) -> None:
         for module in () if head is None else head.modules():
             if part_of(module) == LOSS and is_on_top(module):  # the head before, which has got adapters
                 take_class_back(module)
-        why_not = eligibility.why_not_patch_head(model, head, None if head is None else why_not_linear(head))
+        why_not = why_not_patch_head(model, head)
     state.head, state.why_not = None if why_not is not None else head, why_not
     name = "-" if head is None else next((name for name, child in model.named_modules() if child is head), "")
     if why_not is None and not known:
         give_class(head, LOSS, _head_overrides)
-    outcome = _FUSED + with_what(head) if why_not is None else f"left as it is: {why_not}"
+    outcome = _FUSED + ", LoRA with it" * is_lora(head) if why_not is None else f"left as it is: {why_not}"
     state.report.add("loss", name, outcome, patched=why_not is None)
 
 
-class _EagerForward(StockForward):
-    """The forward of a model's class, and the same one of which torch.compile compiles only what it calls."""
-
-    def record(self) -> None:
-        """Make the eager forward: its decorators are functions of their own, each left out by itself."""
-        if self.is_replaced():
-            super().record()
-            self.eager = self.forward if undecorated(self.forward) is None else _eager(self.forward)
-
-
 def _eager(forward: Any) -> Any:
+    """Return a forward of which torch.compile compiles only what it calls; each decorator is left out by itself."""
     if hasattr(forward, "__wrapped__"):
         forward = redecorated(forward, _eager(forward.__wrapped__))
     return _not_compiled(forward, recursive=False)
@@ -103,7 +85,8 @@ def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     """Return what a patched model does differently from ``base``."""
     names = list(inspect.signature(base.forward).parameters)
     labels_at = [(name, names.index(name) - 1 if name in names else None) for name in eligibility.LABELS]
-    probed = _EagerForward(base)
+    stock = base.forward
+    eager = stock if undecorated(stock) is None else _eager(stock)
 
     def is_awaited(args: Any, kwargs: Any) -> bool:
         return any(
@@ -118,7 +101,7 @@ def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         # torch.compile would compile any function that is called here without being left out.
         if STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
-        run = probed.eager if base.forward is probed.forward else base.forward
+        run = eager if base.forward is stock else base.forward
         (running, token), completed = begin(self, args, kwargs), False
         try:
             outputs = run(self, *args, **kwargs)
@@ -127,7 +110,7 @@ def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
             end(running, token, completed)
         return outputs
 
-    attributes = with_forward(base, forward, **{PROBED: probed})
+    attributes = with_forward(base, forward)
     attributes["forward"] = _not_compiled(forward, recursive=False)
     del attributes["forward"].__wrapped__  # as in `with_forward`
     loss = getattr(base, "loss_function", None)
@@ -164,14 +147,14 @@ def _begin(model: nn.Module, awaited: bool) -> tuple[Running, Token[Running | No
     lazy = (awaited or state.scoring) and not is_replica
     if lazy and state.why_not is not None:
         state.report.count_materialised(state.why_not)
-    running = Running(model, state, lazy, scores=not awaited, head_calls=state.head_calls)
+    running = Running(model, state, lazy, scores=not awaited)
     return running, _running.set(running)
 
 
 def _end(running: Running, token: Token[Running | None], completed: bool) -> None:
     """Count a call that did not call the head, or a training step without labels, which builds the logits."""
     _running.reset(token)
-    state, called = running.state, running.state.head_calls != running.head_calls
+    state, called = running.state, running.called
     if state.gathered is not None and running.lazy:  # there was no loss
         state.gathered.let_go()
         state.gathered = None
@@ -184,42 +167,30 @@ def _end(running: Running, token: Token[Running | None], completed: bool) -> Non
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     """Return what a patched output embedding does differently from ``base``."""
 
-    def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
-        # A tensor-parallel style converts inputs and outputs, but no lazy logits and no work.
-        inside = len(args) > 0 and type(args[0]) is HeadWork
-        awaited = _running_with(self, lazy=True)
-        style = parallel_style.style_of(self) if inside or awaited is not None else None
-        # of a compiled head the style's hooks are in its graph
-        if style is None or self._compiled_call_impl is not None:
-            return base.__call__(self, *args, **kwargs)
-        with parallel_style.put_aside(self, style):
-            return base.__call__(self, *args, **kwargs)
-
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
-        awaited = _running_with(self, lazy=True)
+        running = _running.get()
+        running = running if running is not None and running.state.head is self else None
         if type(input) is HeadWork:
             end_forward_alone(self)
-            if awaited is not None and awaited.state.gathered is not None:
-                awaited.state.gathered.release()
-                awaited.state.gathered = None
-            return input.work(self, functools.partial(parallel_style.run_stock, self, base.forward), *args)
-        if awaited is None or parallel_style.is_stock_call(self):
+            if running is not None and running.state.gathered is not None:
+                running.state.gathered.release()
+                running.state.gathered = None
+            return input.work(functools.partial(base.forward, self), *args)
+        if running is None or not running.lazy:
             logits = base.forward(self, input, *args, **kwargs)
-            running = _running_with(self, lazy=False)
             if running is not None and self.training and logits.requires_grad:
-                running.state.head_calls += 1
+                running.called = True
             return logits
-        state = awaited.state
-        state.head_calls += 1
+        running.called, state = True, running.state
         call: HeadCall | str = ONE_TOKEN
         # of each sequence [..., T, D], as in generation
-        if not (awaited.scores and isinstance(input, Tensor) and input.dim() > 1 and input.shape[-2] == 1):
-            call = head_call(self, (input, *args), kwargs, awaited)
+        if not (running.scores and isinstance(input, Tensor) and input.dim() > 1 and input.shape[-2] == 1):
+            call = head_call(self, (input, *args), kwargs, running)
         if isinstance(call, str):
             state.report.count_materialised(call)
-            return parallel_style.run_stock(self, base.forward, input, *args, **kwargs)
+            return base.forward(self, input, *args, **kwargs)
         if state.gathered is None:
             state.gathered = Kept(call.tensors) if call.partitioned else Gathered(self)
         return LazyLogits.of(call)
 
-    return {"__call__": _not_compiled(call), "forward": _not_compiled(forward)}
+    return {"forward": _not_compiled(forward)}

@@ -17,9 +17,15 @@ from lowtide.distributed.zero import gather_for, gathers_for
 from lowtide.mlp.call import JOINED
 from lowtide.mlp.swiglu import adapted_mlp
 from lowtide.models import probe
-from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
+from lowtide.models.adapters import (
+    AdaptedLinear,
+    adapted_linear,
+    gemm_dtype,
+    is_here,
+    low_rank_projections,
+    why_not_together,
+)
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
-from lowtide.models.four_bit import gemm_dtype, is_here
 from lowtide.models.instance import children_beside, children_of, with_fused
 
 INPUTS = 1

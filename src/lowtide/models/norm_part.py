@@ -18,7 +18,6 @@ from lowtide.layers.norm import checked_rms_norm
 from lowtide.models import probe
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import children_of, parameters_of, with_fused
-from lowtide.models.parallel_style import is_parallel_hook
 
 INPUTS, WEIGHTS = 1, None
 ATTRIBUTES: dict[str, Any] = {}
@@ -49,8 +48,6 @@ def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str]] | str:
     eps = getattr(module, name)
     if type(eps) not in (int, float) or not 0 <= eps < math.inf:
         return f"its {name} is {eps!r}, not a finite number of at least 0"
-    if any(map(is_parallel_hook, module._forward_pre_hooks.values())):
-        return "tensor parallelism makes DTensors of its input and weight"
     if shape_of(module.weight).numel() == 0:
         return "its weight is elsewhere (sharded, with nothing here)"
     left = list(_CANDIDATES)

@@ -12,7 +12,7 @@ from torch import nn
 from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.models import eligibility, parallel_style, parts
+from lowtide.models import eligibility, parts
 from lowtide.models.head_call import LossState
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of
 from lowtide.models.lazy_logits import keep_from_compiling
@@ -43,11 +43,10 @@ def patch(
     logsumexp and argmax need no logits either. Anything else that reads the logits (``outputs.logits`` later, another
     loss, a metric) gets real ones, built on first use and counted in the report. The loss uses float32 logits, even if
     the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain, with
-    peft's LoRA or in its modules_to_save; others (other adapters, quantised weights) stay unmodified, and the report
-    says why. A plain one may be sharded over ranks by classes, as PyTorch's ``ColwiseParallel`` or transformers'
-    ``tp_plan`` does; then either all ranks read the logits or none does. ``torch.compile`` of the model has a graph
-    without logits for the same losses. With ``scoring`` calls without labels return lazy logits too, except those for
-    one token of each sequence, as in generation.
+    peft's LoRA or in its modules_to_save; others (other adapters, quantised weights, tensor parallelism) stay
+    unmodified, and the report says why. ``torch.compile`` of the model has a graph without logits for the same losses.
+    With ``scoring`` calls without labels return lazy logits too, except those for one token of each sequence, as in
+    generation.
 
     The other parts: of modules whose forward is transformers' own code, and of classes in ``fuse``, lowtide runs the
     code on a few random rows beside its own operation, and compares values, gradients and attributes. Where they differ
@@ -106,7 +105,6 @@ def patch(
     found = {part: parts.find(target, part, fuse) for part in PARTS if flags[part]}
     parts.check_named(fuse, found)
     state.options, state.scoring = options, scoring
-    parallel_style.forget(target)
     if loss:
         _patch_loss(target, state)
     else:

@@ -2,8 +2,8 @@
 
 An attention is a module whose forward uses global functions with "rotary" in their names, such as
 ``apply_rotary_pos_emb``; a probe calls each to find what it computes and how it takes its arguments. The patched
-attention has the same code with globals of its own, in which these names are our functions. These globals are a copy,
-made when a module of the class is patched.
+attention has the same code with globals of its own, in which these names are our functions. These globals are a copy
+of those at `patch`.
 """
 
 import functools
@@ -18,16 +18,7 @@ from torch import Tensor, nn
 
 from lowtide.layers.rope import PAIRS, checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
-from lowtide.models.instance import (
-    PROBED,
-    StockForward,
-    copied,
-    is_code_of,
-    part_of,
-    redecorated,
-    undecorated,
-    with_forward,
-)
+from lowtide.models.instance import copied, is_code_of, part_of, redecorated, undecorated, with_forward
 from lowtide.models.probe import DTYPES, agree, outcome, random
 
 INPUTS, WEIGHTS = None, None
@@ -70,7 +61,7 @@ def is_candidate(module: nn.Module) -> bool:
     return isinstance(forward, FunctionType) and bool(_rotations(forward))
 
 
-def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:  # noqa: ARG001
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms, tuple[int, ...]]] | str:  # noqa: ARG001
     """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
     forward = undecorated(base.forward)
     if forward is None or not _rotations(forward):
@@ -89,7 +80,8 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:  # no
     pairs = sorted({form.pairs for _, form in found})
     which = f" (pairs {', '.join(pairs)})" if pairs != ["halves"] else ""
     stay = f", but not by its {others}" if others else ""
-    return f"rotates queries and keys by lowtide.layers.rotary{which}{stay}", (found,)
+    code = (forward, *map(forward.__globals__.get, forward.__code__.co_names))
+    return f"rotates queries and keys by lowtide.layers.rotary{which}{stay}", (found, tuple(map(id, code)))
 
 
 @functools.lru_cache
@@ -160,34 +152,23 @@ def _rotated(order: tuple[str, ...], layout: int, pairs: str, promote: bool, arg
     return (q.view_as(args[0]), k.view_as(args[1])) if layout == _FLAT else (q, k)
 
 
-def overrides(base: Any, forms: _Forms) -> dict[str, Any]:
-    """Return what a patched attention does differently from ``base``: the same code, other globals."""
-    probed = _Rotating(base, forms)
+def overrides(base: Any, forms: _Forms, code: tuple[int, ...]) -> dict[str, Any]:  # noqa: ARG001
+    """Return what a patched attention does differently from ``base``: the same code, other globals.
+
+    ``code`` are the ids of its forward and its globals: a class is made for each, so that `patch` again takes new ones.
+    """
+    decorated, stock = base.forward, undecorated(base.forward)
+    assert stock is not None
+    # Without the module's name torch.compile looks names up here, and not in the module.
+    own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
+    own |= {name: _rotation(own[name], form) for name, form in forms}
+    rotating = _around(decorated, copied(stock, own, stock.__closure__))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if probed.is_replaced():
-            return base.forward(self, *args, **kwargs)
-        return probed.rotating(self, *args, **kwargs)
+        run = rotating if base.forward is decorated else base.forward
+        return run(self, *args, **kwargs)
 
-    return with_forward(base, forward, **{PROBED: probed})
-
-
-class _Rotating(StockForward):
-    """The forward of an attention's class, and the same code with our rotations among its globals."""
-
-    def __init__(self, base: Any, forms: _Forms) -> None:
-        self._forms = forms
-        super().__init__(base)
-
-    def record(self) -> None:
-        """Make the rotating forward, with the globals of now."""
-        super().record()
-        stock = undecorated(self.forward)
-        assert stock is not None
-        # Without the module's name torch.compile looks names up here, and not in the module.
-        own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
-        own |= {name: _rotation(own[name], form) for name, form in self._forms}
-        self.rotating = _around(self.forward, copied(stock, own, stock.__closure__))
+    return with_forward(base, forward)
 
 
 def _around(forward: Any, rotating: Any) -> Any:

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowtide.graph import flop_of
+from lowtide.graph import DispatchMode, flop_of, pytree
 from lowtide.memory.attention import is_attention
 from lowtide.mlp.call import SwigluCall
 
@@ -50,7 +48,7 @@ class Work(NamedTuple):
     operators: float = 0.0  # calls that launch a kernel
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Meter(DispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage that operators create until it is freed, and adds up their `Work`.
 
     What depends on data has no value on the meta device. A boolean that is read is True, a number 1. ``nonzero`` of a
@@ -114,7 +112,7 @@ def _grouped(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the tensors among an operator's or a layer's arguments or results."""
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _work(
@@ -236,7 +234,7 @@ def autocast() -> Iterator[None]:
 
     def narrow(stock: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, cast, (args, kwargs))
         return stock(*args, **kwargs)
 
     gemms = [(home, name, partial(narrow, getattr(home, name))) for home, names in _NARROW.items() for name in names]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map, tree_map_only
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.graph import pytree
 from lowtide.memory.stack import find_stack
 from lowtide.plan.arguments import Adapters
 from lowtide.plan.meter import Meter, Work, autocast, stand_ins, tensors_of
@@ -173,7 +173,7 @@ class MetaModel:
             powers = run.batch_size * np.power(float(run.seq_len), range(len(points)))
             powers[0] = 1
             shares: list[float] = np.linalg.solve(np.vander(points, increasing=True).T, powers).tolist()
-            return tree_map(lambda *values: max(0.0, sum(map(mul, values, shares))), *short(points, **changes))
+            return pytree.tree_map(lambda *values: max(0.0, sum(map(mul, values, shares))), *short(points, **changes))
 
         operators = (sum(one.forward.operators for one in kinds) for kinds in short(POINTS[:2], level=0))
         if run.seq_len <= POINTS[-1] or next(operators) == next(operators):
@@ -235,7 +235,7 @@ class MetaModel:
         """Return a layer's reading, and its outputs without their graph."""
         leaf = hidden.detach().requires_grad_()
         precision: Any = autocast if run.autocast else nullcontext
-        args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
+        args, kwargs = pytree.tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
         forget: Any = [lambda _: None] * 2  # instead of saving
         with Meter(self.experts) as meter, saved_tensors_hooks(*forget), precision():
             forward(*args, **kwargs)
@@ -254,7 +254,7 @@ class MetaModel:
             with saved_tensors_hooks(save, lambda x: x), precision():
                 outputs = forward(*args, **kwargs)
             output = _first(x for x in tensors_of(outputs) if x.requires_grad)
-            result = tree_map_only(Tensor, Tensor.detach, outputs)
+            result = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
             size, done, peak, live = output.nbytes, meter.work, meter.peak, meter.live
             del outputs
             meter.peak = live
@@ -291,7 +291,7 @@ def _cut_graphs(given: Any) -> None:
     """Detach what a layer has left in a dictionary among its arguments, such as keys that later layers read."""
     for value in given if isinstance(given, tuple | list) else given.values():
         if isinstance(value, MutableMapping):
-            value.update(tree_map_only(Tensor, Tensor.detach, {**value}))
+            value.update(pytree.tree_map_only(Tensor, Tensor.detach, {**value}))
         if isinstance(value, tuple | list | MutableMapping):
             _cut_graphs(value)
 
