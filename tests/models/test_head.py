@@ -79,6 +79,13 @@ def test_what_is_put_around_the_head_runs_once_and_is_reported(name, when, pair,
     assert (reason if when == "after" else "the output embedding") in str(report)
 
 
+def test_accelerate_may_move_the_head(patched, batch):
+    model, stock, report = patched("llama", mlp=False)
+    accelerate(hooks.AlignDevicesHook, lambda: hooks.CpuOffload(torch.device("cpu")))(model)
+    assert_same_training(model, stock, batch)
+    expect_calls(report, 1)
+
+
 @pytest.mark.parametrize("around", ["a hook of all modules", "a function mode"])
 def test_what_is_around_every_call_is_followed(around, patched, batch):
     model, stock, report = patched("llama", mlp=False)

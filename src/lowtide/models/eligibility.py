@@ -20,6 +20,8 @@ from lowtide.models.instance import BASE
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
 # change the logits.
 _HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.utils.", *HOOKS)
+# accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
+_MOVES = ("accelerate.hooks.AlignDevicesHook", "accelerate.hooks.CpuOffload")
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 REPLACED = "the output embedding's forward was replaced on the instance"
@@ -41,9 +43,6 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
     why_not = why_not_call(head)  # first: a parametrization computes the weight anew each time that it is read
     if why_not is not None:
         return why_not
-    # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
-    if any(type(p) is not nn.Parameter for p in (head.weight, head.bias) if p is not None):
-        return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
     if type(hidden) is not Tensor or not hidden.is_floating_point():
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
     if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
@@ -55,7 +54,7 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
 
 def why_not_call(head: nn.Module) -> str | None:
     """Return why a call of ``head`` may do more than a linear layer, which a loss without logits would miss."""
-    if "forward" in vars(head):
+    if "forward" in vars(head) and not _is_moved(head):
         return REPLACED
     if not any(BASE in vars(kind) for kind in (type(head), plain_class(head))):  # FSDP2 may come before patch or after
         return f"the output embedding was given another class, {type(head).__name__}"
@@ -68,6 +67,17 @@ def why_not_call(head: nn.Module) -> str | None:
         if not module.startswith(_HOOKS_THAT_DO_NOT_READ):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
     return None
+
+
+def _is_moved(head: nn.Module) -> bool:
+    """Whether a forward on the instance is accelerate's around the class's own, which only moves tensors."""
+    state = vars(head)
+    hook: Any = state.get("_hf_hook")
+    for each in getattr(hook, "hooks", (hook,)):  # of a SequentialHook
+        if f"{type(each).__module__}.{type(each).__name__}" not in _MOVES or each.no_grad:
+            return False
+    own = getattr(state.get("_old_forward"), "__func__", None) is type(head).forward
+    return own and defining_module(state["forward"]) == "accelerate.hooks"
 
 
 def defining_module(function: Any) -> str:

@@ -220,8 +220,10 @@ def head_call(head: Any, args: tuple[Any, ...], kwargs: dict[str, Any], running:
     if why_not is not None:
         return why_not
     parameters = [p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None]
-    if any(type(parameter) is not nn.Parameter for parameter in parameters):
-        return "a weight of the output embedding's LoRA is not a plain Parameter"
+    # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
+    foreign = next((type(p).__name__ for p in parameters if type(p) is not nn.Parameter), None)
+    if foreign is not None:
+        return f"a weight of the output embedding is a {foreign}, not a plain Parameter"
     if layer.base is not head and not gather_for(head, parameters):
         return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
     return HeadCall(head, args[0], layer, running)
@@ -359,7 +361,8 @@ class HeadCall:
         """Do ``work`` inside the head's forward, if nothing has changed since the call: asked here alone."""
 
         def checked(forward: Forward, hidden: Tensor = self.hidden) -> Any:
-            if self._present_state() != self._state:
+            # accelerate's offloading gives the head new Parameters, of the same values, at each call.
+            if self._present_state() != self._state and not hasattr(self.head, "_hf_hook"):
                 raise _changed(_VALUES)
             with self.as_in_forward():
                 return work(forward, hidden)
