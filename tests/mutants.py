@@ -182,6 +182,10 @@ MUTANTS: dict[str, list[Mutant]] = {
             "mlp/test_memory.py -k peaks",
         ),
         Mutant(
+            "mlp/dense.py", "in_place = not saved or is_last_backward()", "in_place = True",
+            "mlp/test_memory.py -k retained",
+        ),
+        Mutant(
             "mlp/projection.py", "dx[part].add_(through, alpha=self.scale)", "dx[part].add_(through)",
             "mlp/test_values.py -k drop",
         ),

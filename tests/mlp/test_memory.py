@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -133,8 +134,10 @@ def test_a_step_of_a_stack_peaks_at_the_sum_in_the_docs(
         2 * (W + X) + layers * (2 * B + X) + max(B + w, 2 * w, 3 * w - B) + X,
         2 * (W + X) + layers * X + max(3 * B + w, 2 * B + 2 * w, B + 3 * w) + X,
     )
-    for level in (0, 1):
+    for level, tile in itertools.product((0, 1), (None, tokens)):  # in the node of dense MLPs, and with options
         stack = torch.nn.Sequential(*[nn.SwiGLU(hidden, wide, checkpoint_level=level) for _ in range(layers)])
+        for mlp in stack:
+            mlp.tile_tokens = tile
         x, upstream = torch.randn(tokens, hidden, requires_grad=True), torch.randn(tokens, hidden)
         stack(x).backward(upstream)
         with track_allocations() as seen:
