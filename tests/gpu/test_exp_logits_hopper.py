@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from gpu.conftest import HOPPER, ON_GPU
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.exp_logits_hopper import exp_logits_hopper
+from lowtide.head.kernels.hopper import exp_logits_hopper
 from promises import promise
 
 pytestmark = [*ON_GPU, HOPPER, promise("kernels")]

@@ -13,8 +13,8 @@ from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_logp
 from lowtide.head import ignored
 from lowtide.head.kernels import gradient_gemms_hopper as gemms
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.exp_logits_hopper import exp_logits_hopper
 from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.hopper import exp_logits_hopper
 from promises import promise
 from support import every_pair, relative_error
 

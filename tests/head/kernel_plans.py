@@ -33,9 +33,9 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     what it cannot do the row kernels. Buffers for gradients are full of NaN.
     """
     from lowtide.head.exponentials import losses
-    from lowtide.head.kernels import configs, gradient_gemms_hopper
+    from lowtide.head.kernels import gemm, gradient_gemms_hopper
 
-    config = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4)
+    config = gemm.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4)
     used: list[str] = []
     of_loss, of_stats, of_pair, of_apply = (
         cross_entropy.plan_cross_entropy, token_stats.plan_token_stats, divergence.plan_both_sides, face.plan_head,
@@ -50,7 +50,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
         rows = {"chunk_rows": CHUNK, "chunks": -(-plan.rows // CHUNK), "block_rows": 11, "piece_rows": 3}
         if backend == "exp":
             return replace(
-                plan, backend="exp", accumulate="input", schedule=of_kind, block_columns=24 if blocks else 10**6,
+                plan, backend="exp", accumulate="input", schedule=of_kind, columns=24 if blocks else 10**6,
                 sum_rows=17, product_rows=CHUNK if blocks else 3, **rows,
             )  # fmt: skip
         return replace(plan, backend=backend, **rows, **gemms)
@@ -118,7 +118,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     patched.setattr(gradient_gemms_hopper, "input_grad", skipping_input_grad)
     patched.setattr(gradient_gemms_hopper, "weight_grad", skipping_weight_grad)
     patched.setattr(losses, "room_for", lambda *_: None)
-    patched.setattr(configs, "CONFIG", config)
+    patched.setattr(gemm, "CONFIG", config)
     patched.setattr(Chunks, "input_grad", input_grad)
     patched.setattr(Chunks, "weight_grad", weight_grad)
     return used
@@ -139,9 +139,6 @@ def skipping_input_grad(e_CV: Tensor, w_VD: Tensor, ends: Any, room: Any, used: 
         lost, own = ends.rest[:rows, None], ends.w[ends.y[:rows].clamp(0, len(w_VD) - 1).long()]
         s = ends.s[:rows, None]
         product = ((product + torch.where(lost == 0, 0, lost * own)) * s).where(s != 0, 0)
-    if ends.uniform is not None:
-        even = ends.factor[:rows, None] * ends.share * (1 if ends.scale is None else ends.scale)
-        product = product - even * ends.uniform
     out = ends.out.as_strided((len(ends.out), D), (ends.out_stride, 1))
     out[slice(0, rows) if ends.to is None else ends.to[:rows]] = product.to(out.dtype)
 

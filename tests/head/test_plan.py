@@ -13,6 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.options import Backend
 from lowtide.head.plan import MIB
+from lowtide.head.rows import slices
 from promises import promise
 from support import every_pair
 
@@ -84,11 +85,11 @@ def test_chunks_cover_the_rows_within_the_workspace(
     plan = plan_head(*shape, dtype, device, HeadOptions(workspace_mib=workspace_mib))
     assert (plan.chunks - 1) * plan.chunk_rows < shape[0] <= plan.chunks * plan.chunk_rows
     if plan.chunks < 1000:
-        slices = list(plan.slices())
-        assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])]
-        assert slices[-1].stop == shape[0]
-        assert len(slices) == plan.chunks
-        assert all(0 < s.stop - s.start <= plan.chunk_rows for s in slices)
+        parts = list(slices(plan.rows, plan.chunk_rows))
+        assert [s.start for s in parts] == [0, *(s.stop for s in parts[:-1])]
+        assert parts[-1].stop == shape[0]
+        assert len(parts) == plan.chunks
+        assert all(0 < s.stop - s.start <= plan.chunk_rows for s in parts)
     if workspace_mib is not None:
         assert plan.scratch_bytes <= workspace_mib * MIB or (plan.chunk_rows == 1 and "one row" in plan.note)
         more = plan_head(*shape, dtype, device, HeadOptions(workspace_mib=2 * workspace_mib))
@@ -167,7 +168,7 @@ def test_chunks_are_of_one_length(function: bool) -> None:
         for mib in (0.05, 0.2, 1.0):
             options = HeadOptions(workspace_mib=mib)
             plan = plan_head(N, 16, 1000, torch.float32, "cpu", options, function=function)
-            lengths = [part.stop - part.start for part in plan.slices()]
+            lengths = [part.stop - part.start for part in slices(plan.rows, plan.chunk_rows)]
             assert max(lengths) == plan.chunk_rows
             assert min(lengths) >= plan.chunk_rows - len(lengths), lengths
             assert plan.chunks == 1 or plan.scratch_bytes > 0.5 * mib * MIB or plan.chunk_rows == 1

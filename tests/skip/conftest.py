@@ -8,7 +8,7 @@ import torch
 from head.kernel_plans import use_kernels
 
 pytest.importorskip("triton")
-from lowtide.head.kernels import configs
+from lowtide.head.kernels import gemm
 from lowtide.head.terms import cross_entropy
 from lowtide.skip import memory, seam
 from lowtide.skip.kernels import gemms_hopper, lists
@@ -33,7 +33,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(cross_entropy, "plan_cross_entropy", plan)
-    monkeypatch.setattr(configs, "CONFIG", configs.GemmConfig())
+    monkeypatch.setattr(gemm, "CONFIG", gemm.GemmConfig())
     monkeypatch.setattr(seam, "skips_ignored", lambda device: True)
     monkeypatch.setattr(seam, "OPERANDS", torch.float32)
     monkeypatch.setattr(gemms_hopper, "input_grad", emulated.input_grad)

@@ -40,8 +40,6 @@ def input_grad(
     product = product[:rows]
     lost, own, s = ends.rest[:rows, None], w_VD[ends.y[:rows].clamp(0).long()], ends.s[:rows, None]
     product = ((product + torch.where(lost == 0, 0, lost * own)) * s).where(s != 0, 0)
-    if ends.uniform is not None:
-        product = product - ends.factor[:rows, None] * ends.share * (ends.scale or 1) * ends.uniform
     ends.out.as_strided((len(ends.out), D), (ends.out_stride, 1))[ends.to[:rows]] = product.to(ends.out.dtype)
 
 

@@ -68,7 +68,7 @@ def reported(w: Tensor) -> memory.Report:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"N": 170, "V": 800},  # two chunks, the first of two rows of tiles
     "recomputed": {"gradient": "recompute"},
-    "options": {"label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 0.9, "weights": True},
+    "options": {"N": 170, "V": 800, "z_loss": 1e-3, "logit_scale": 0.9, "weights": True},
     "capped": {"softcap": 3.0, "logit_scale": 1.3, "reduction": "none"},
 }
 
@@ -153,6 +153,8 @@ def test_what_cannot_skip_says_so(request: pytest.FixtureRequest) -> None:
             lowtide.linear_cross_entropy(x, weight(w), y, options=options)
         with torch.no_grad():
             lowtide.linear_cross_entropy(x, weight(w), y, options=options)
+    with pytest.raises(UnsupportedError, match="label smoothing bears on all"):
+        lowtide.linear_cross_entropy(x, w, y, label_smoothing=0.1, options=options)
     assert lowtide.skip_report(w) is None
 
 

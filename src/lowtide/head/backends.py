@@ -12,23 +12,12 @@ NOT_OF_TILES = frozenset({"sum_sq_prob", "topk"})  # statistics that its tiles l
 NOT_OF_MASKED = "its sums are over tiles of all classes, and each token's distribution lacks others"
 NOT_OF_SHARDS = "its kernels need all classes on one rank; only cross entropy's and statistics' of 'exp' do not"
 
-_FN = "Its kernels compute cross entropy; fn is plain PyTorch."
-# For each kind of work: why its first implementation runs, and why it lacks others.
-_WORK: dict[str, tuple[str, dict[str, str]]] = {
-    "cross entropy": ("bfloat16 on Hopper or newer: the logits' GEMM writes exponentials", {}),
-    "statistics": (
-        "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums",
-        {"row": "Its kernel computes one log-probability a token, and nothing else."},
-    ),
-    "sets": (
-        "kernels over the sets' rows of the weight",
-        {"exp": "A set's logits are dot products with the rows that it lists, not a GEMM of all."},
-    ),
-    "divergence": (
-        "kernels over rows of both sides' logits",
-        {"exp": "A divergence needs both sides' logits, which that backend never has."},
-    ),
-    "linear_apply": ("a function of the logits gets them from plain PyTorch", {"exp": _FN, "row": _FN}),
+_WHY = {  # the first implementation of each kind of work runs
+    "cross entropy": "bfloat16 on Hopper or newer: the logits' GEMM writes exponentials",
+    "statistics": "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums",
+    "sets": "kernels over the sets' rows of the weight",
+    "divergence": "kernels over rows of both sides' logits",
+    "linear_apply": "a function of the logits gets them from plain PyTorch",
 }
 
 
@@ -38,11 +27,11 @@ def choose(work: str, asked: str, where: str = "", **why_not: str | None) -> tup
     ``why_not`` says why each implementation that exists for this work cannot run, or None, the fastest first; "torch"
     can. An explicit one that cannot is an error, with ``where`` after the accepted names.
     """
-    reason, lacking = _WORK[work]
-    against = f"{why_not[asked]}." if why_not.get(asked) else lacking.get(asked)
+    reason, can = _WHY[work], ("auto", *why_not, "torch")
+    against = why_not.get(asked) if asked in can else f"its kernels are not for {work}"
     if against:
-        *names, last = (repr(name) for name in ("auto", *why_not, "torch") if name != asked)
-        raise UnsupportedError(message("backend", f"{', '.join(names)} or {last}{where}", repr(asked), against))
+        *names, last = (repr(name) for name in can if name != asked)
+        raise UnsupportedError(message("backend", f"{', '.join(names)} or {last}{where}", repr(asked), f"{against}."))
     if why_not and asked != "auto":
         return asked, "requested explicitly"
     for name, found in why_not.items():
@@ -88,9 +77,9 @@ def skips_ignored(device: torch.device, capability: tuple[int, int] | None = Non
         return False
     if capability is not None or device.type != "cuda" or not torch.cuda.is_available():
         return device.type == "cuda"  # a plan for such a GPU
-    from lowtide.head.kernels.exp_logits_hopper import why_not_on
+    from lowtide.head.kernels.hopper import runs_on
 
-    return why_not_on(device) is None
+    return runs_on(device)
 
 
 def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool = False) -> str | None:

@@ -4,7 +4,7 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk. Figures: benchmarks/re
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import ModuleType
@@ -34,19 +34,21 @@ from lowtide.head.call import (
 )
 from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks.parallel import SpreadRanks
-from lowtide.head.rows import input_is_copied, rows_are_aligned, slices
+from lowtide.head.rows import input_is_copied, rows_are_aligned
 from lowtide.kernel_launch import power_of_2
 
 MIB = 2**20
 When = Literal["forward", "recompute"]
 
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, valid mask and index: what is held for all N tokens, not a chunk's
-# The workspace, if the user sets no limit.
+# The workspace, if the user sets no limit: on a GPU no more than a 24th of its memory.
 CPU_WORKSPACE = 160 * MIB  # 256 rows of a vocabulary of 128K; with 128 rows a step takes 6% longer on two cores
 GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
-MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
 GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
-MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
+EXP_BLOCK_WORKSPACE = 256 * MIB  # of exponentials, where the gradients wait for backward
+SUPPORT_WORKSPACE = 1024 * MIB  # of sets of classes: what sorting the ids, and their logits, may take
+MOST_OF_A_GPU = 24
+GPU_BYTES = 81079 * MIB  # of a GPU that is not here
 # Chunks of logits.
 FEWEST_CHUNKS = 12  # by default: a twelfth of the logits is small next to what else a step saves
 FEWEST_ROWS = 512  # fewer are not made for FEWEST_CHUNKS' sake: the weight is read, and its gradient added to, in each
@@ -56,33 +58,26 @@ ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd o
 MOST_BLOCK_ROWS, BLOCK_SHARE = 4096, 8  # rows of the weight cast at a time; of the workspace, what these take
 # Any function of the logits (linear_apply), on a CPU (True) and on a GPU.
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
-FUNCTION_CHUNKS = {True: FEWEST_CHUNKS, False: 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
-FUNCTION_ROWS = {True: 8, False: 2048}
+FUNCTION_ROWS = {True: 8, False: 2048}  # FEWEST_ROWS where a function gets the logits
 PIECE_ELEMENTS = {True: 2**20, False: 2**26}  # logits it gets at a time: half a millisecond of the host's for each
-FUNCTION_PIECES = 16  # on a GPU by default: a function's intermediates for a piece are small next to all logits
+FUNCTION_PIECES = 16  # at least, of more than FEWEST_ROWS: its intermediates are small next to all logits
 # Two sides' logits whose gradient is narrower than they are (linear_divergence), without a limit.
 PAIR_CHUNKS = 4  # the weight's gradient is added to so often
 PAIR_ROWS = 1024  # of a chunk, at least
 PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: reading both weights takes longer
 # Exponentials.
-MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
-EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward
 KEPT_ROWS = 512  # of a chunk, from which tiles are skipped
 EXP_ROWS = 2048  # a chunk may have so many by default, or half of the tokens if that is more; from here a power of 2
 EXP_BYTES = 2**30  # of a chunk's E, where that is more rows
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
-# Sets of classes.
-SUPPORT_WORKSPACE = 1024 * MIB  # what sorting the ids, and their logits, may take
-# Token statistics by exponentials.
 STATS_BYTES_PER_TOKEN = 120  # what is computed and kept of each token, and in backward the upstream gradients
 STATS_BYTES_PER_TARGET = 160  # the same of each target
 # Sums of the weight's gradient in its own narrow dtype, by exponentials and of two sides.
 FEW_CHUNKS = 8  # it may be rounded this often
 FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
-GPU_TILE, PROCESSORS = 128, 132  # rows; Hopper's
-WAVE = PROCESSORS * GPU_TILE * 256  # elements of E W that exist at a time in float32, to the nearest power of 2 rows
-GPU_BYTES = 81079 * MIB  # of a GPU that is not here
+GPU_TILE, TILE_COLUMNS, PROCESSORS = 128, 256, 132  # Hopper's
+WAVE = PROCESSORS * GPU_TILE * TILE_COLUMNS  # elements of E W at a time in float32, to the nearest power of 2 rows
 BLOCK_ROWS = (4096, 2048, 1024, 512, 256, 128)  # of a chunk in blocks
 BLOCK_COLUMNS, LEAST_BLOCK = 6144, 1024  # of less than the first the host launches more slowly than the GPU computes
 
@@ -111,11 +106,10 @@ class HeadPlan:
         backward_gemm: The same for the two gradient GEMMs; ``"narrow"`` casts the logits' gradient to the operands'
             dtype instead.
         block_rows: Rows of the weight cast at a time (0: none are).
-        columns: Width of the blocks in which a chunk's logits are turned into their gradient.
+        columns: Width of the blocks in which a chunk's logits are turned into their gradient, or see ``schedule``.
         note: What else the reader should know, such as a workspace that was too small; empty if nothing.
         schedule: ``"chunks"``: a chunk's logits (or exponentials) over the whole vocabulary at once. ``"blocks"``, on
-            the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
-        block_columns: Classes of a block, see ``schedule``.
+            the exponential path: row sums first, then blocks of ``columns`` classes: one GEMM more.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk per GEMM with the weight, on the exponential path and in `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
@@ -139,15 +133,10 @@ class HeadPlan:
     columns: int = 0
     note: str = ""
     schedule: Literal["chunks", "blocks"] = "chunks"
-    block_columns: int = 0
     sum_rows: int = 0
     product_rows: int = 0
     piece_rows: int = 0
     kept: bool = False
-
-    def slices(self) -> Iterator[slice]:
-        """Yield each chunk's rows."""
-        return slices(self.rows, self.chunk_rows)
 
     def __str__(self) -> str:
         lines = [
@@ -159,7 +148,7 @@ class HeadPlan:
             f" weight copy {self.cast_bytes / MIB:.1f} MiB",
         ]
         if self.schedule == "blocks":
-            lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+            lines.append(f"exponentials built twice, the second time in blocks of {self.columns} classes")
         if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
             lines.append(f"both sides' logits exist of {self.product_rows} rows at a time, their gradient of a chunk's")
         if self.kept:
@@ -187,11 +176,10 @@ class Work(NamedTuple):
     values_only: bool = False  # no gradient is computed
     groups: int = 1  # ranks with tokens of their own; a chunk has at least one row of each
     # exponentials' own, beside what all take:
-    input_is_copied: bool = False  # a chunk's hidden states are, for another dtype or layout
+    copies: int = 0  # of a chunk's hidden states, for another dtype or layout; 2: ignored tokens are put last
     token_bytes: int = 0  # for each of the N
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
     kept: bool = False  # tiles of E are skipped: see the room skip
-    skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
 
     @property
@@ -216,12 +204,11 @@ class Work(NamedTuple):
             return int(self.workspace_mib * MIB)
         if self.device.type == "cpu":
             return CPU_WORKSPACE
-        memory = memory_of(self.device) if self.device_bytes is None else self.device_bytes
+        most: float = GPU_FUNCTION_WORKSPACE if self.function else GPU_WORKSPACE
         if self.choice[0] == "exp":
-            most = EXP_BLOCK_WORKSPACE if self.gradient == "recompute" else memory
-            return int(min(most, MOST_FOR_EXP * memory))
-        most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if self.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-        return min(most, int(memory * share))
+            most = EXP_BLOCK_WORKSPACE if self.gradient == "recompute" else math.inf
+        memory = memory_of(self.device) if self.device_bytes is None else self.device_bytes
+        return int(min(most, memory / MOST_OF_A_GPU))
 
 
 def plan_head(
@@ -235,7 +222,6 @@ def plan_head(
     weight_dtype: torch.dtype | None = None,
     reduction: Reduction = "mean",
     weight_frozen: bool = False,
-    input_is_copied: bool = False,
     function: bool = False,
     capability: tuple[int, int] | None = None,
     device_bytes: int | None = None,
@@ -255,7 +241,6 @@ def plan_head(
         weight_dtype: dtype of ``linear_weight``, where autocast makes it differ from ``dtype``.
         reduction: As given to `linear_cross_entropy`.
         weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
-        input_is_copied: True if a chunk's hidden states have to be copied: another dtype, or axes that do not flatten.
         function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
         capability: Compute capability of a GPU that is planned for and is not this machine's. None: this machine's.
         device_bytes: Likewise that GPU's memory.
@@ -273,21 +258,20 @@ def plan_head(
         >>> plan.chunk_rows, plan.chunks
         (103, 160)
     """
-    _check_sizes(N=N, D=D, V=V)
-    check_name("reduction", reduction, REDUCTIONS)
-    options, device = check_options(options), _checked_device(device, dtype)
+    options, device = _checked(options, device, dtype, reduction, N=N, D=D, V=V)
     if function:
         choice = choose("linear_apply", options.backend, " for linear_apply")
     else:
         exp, row = why_not_exp(device, dtype, D, V, capability=capability), why_not_row(device, dtype, V)
         choice = choose("cross entropy", options.backend, exp=exp, row=row)
     gradient = choose_gradient(options.gradient, reduction, weight_frozen)
-    asked = options.workspace_mib, options.accumulate
-    work = Work((N, D, V), dtype, weight_dtype or dtype, device, *asked, choice, weight_frozen, gradient, device_bytes)
     ends_early = choice[0] == "exp" and skips_ignored(device, capability)
     kept = options.skip is not None and ends_early and not weight_frozen
-    skips = ends_early and (kept or options.ignored_tokens == "skip")
-    return plan_of(work._replace(function=function, input_is_copied=input_is_copied, skips=skips, kept=kept))
+    return plan_of(Work(
+        (N, D, V), dtype, weight_dtype or dtype, device, options.workspace_mib, options.accumulate, choice,
+        weight_frozen, gradient, device_bytes, function, kept=kept,
+        copies=2 if ends_early and options.ignored_tokens == "skip" else kept or weight_dtype not in (None, dtype),
+    ))  # fmt: skip
 
 
 def plan_divergence(
@@ -341,30 +325,31 @@ def plan_divergence(
         (135, 'forward')
     """
     given = {"teacher_D": teacher_D, "teacher_V": teacher_V, "topk": topk}
-    _check_sizes(N=N, D=D, V=V, **{name: size for name, size in given.items() if size is not None})
+    sizes = {"N": N, "D": D, "V": V} | {name: size for name, size in given.items() if size is not None}
+    options, device = _checked(options, device, dtype, reduction, **sizes)
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
-    check_name("reduction", reduction, REDUCTIONS)
-    options, device = check_options(options), _checked_device(device, dtype)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
     choice = choose("divergence", options.backend, row=why_not_row(device, dtype, V, topk=topk is not None))
     gradient = choose_gradient(options.gradient, reduction, weight_frozen, divergence=True)
-    asked = options.workspace_mib, options.accumulate
-    work = Work((N, D, V), dtype, weight_dtype or dtype, device, *asked, choice, weight_frozen, gradient)
-    return plan_of(work._replace(teacher=(*of_teacher, teacher_dtype or dtype)))
+    return plan_of(Work(
+        (N, D, V), dtype, weight_dtype or dtype, device, options.workspace_mib, options.accumulate, choice,
+        weight_frozen, gradient, teacher=(*of_teacher, teacher_dtype or dtype),
+    ))  # fmt: skip
 
 
-def _check_sizes(**sizes: int) -> None:
+def _checked(
+    options: HeadOptions | None, device: torch.device | str, dtype: object, reduction: str, **sizes: int
+) -> tuple[HeadOptions, torch.device]:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 0:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
-
-
-def _checked_device(device: torch.device | str, dtype: object) -> torch.device:
+    check_name("reduction", reduction, REDUCTIONS)
     if not isinstance(dtype, torch.dtype):
         raise ArgumentTypeError(message("dtype", "a torch.dtype", repr(dtype)))
+    options = check_options(options)
     try:
-        return torch.device(device)
+        return options, torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentValueError(message("device", "a torch.device or its name", repr(device))) from error
 
@@ -390,11 +375,11 @@ def plan_both_sides(
     head: Head, args: DivergenceArgs, n: int, wanted: Wanted, stored: bool
 ) -> tuple[HeadPlan, HeadPlan]:
     """Return the same for a divergence: the student's plan, and the teacher's, for the same chunks."""
-    weight, V, teacher = args.teacher_weight, head.ranks.most_rows, (0, 0, head.dtype)
+    weight, ids = args.teacher_weight, args.topk_ids
     if weight is not None:
-        teacher = (weight.shape[1], weight.shape[0] if head.ranks.alone else V + 1, args.teacher_dtype)
-    elif args.topk_ids is not None:
-        teacher = (0, args.topk_ids.shape[1], head.dtype)
+        teacher = weight.shape[1], len(weight) if head.ranks.alone else head.ranks.most_rows + 1, args.teacher_dtype
+    else:
+        teacher = 0, 0 if ids is None else ids.shape[1], head.dtype
     more = {"gradient": "forward" if stored else "recompute", "teacher": teacher, "values_only": not any(wanted)}
     work = _work(head, args, n, wanted, **more)
     return plan_of(work), plan_of(work, of_teacher=True)
@@ -408,10 +393,11 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
         n = ranks.slots
     choice = choose_backend(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
-    more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "groups": ranks.groups}
-    more |= {"input_is_copied": copied, "skips": skips_tokens(head, choice[0]), "kept": head.remembered is not None}
-    asked = head.workspace_mib, head.accumulate
-    return Work(size, head.dtype, weight.dtype, head.input.device, *asked, choice, **more)
+    return Work(
+        size, head.dtype, weight.dtype, head.input.device, head.workspace_mib, head.accumulate, choice,
+        not any(wanted[1:]), sharded=sharded, groups=ranks.groups, kept=head.remembered is not None,
+        copies=2 if skips_tokens(head, choice[0]) else copied, **more,
+    )  # fmt: skip
 
 
 def skips_tokens(head: Head, backend: str) -> bool:
@@ -567,31 +553,24 @@ def _cut_logits(work: Work) -> Cut:
     wide, narrow, budget, gemms = work.wide.itemsize, work.dtype.itemsize, work.budget(), gemms_of(work)
     fixed = N * BYTES_PER_TOKEN + gemms["block_rows"] * D * (wide + narrow) + 16 * V
     row = wide * padded(V) + D * (2 * wide + narrow) + (D * narrow + 64 if by_kernel else 24 * wide)
-    more: dict[str, Any] = {}
-    least, most = (FUNCTION_ROWS[cpu], FUNCTION_CHUNKS[cpu]) if work.function else (FEWEST_ROWS, FEWEST_CHUNKS)
-    if cpu and not work.function:
-        least = max(least, CPU_CHUNK_BYTES // (4 * max(1, V)))
-    enough = max(least, -(-N // most)) if work.automatic else math.inf
+    if not (by_kernel or work.function):  # a soft cap's block is a row at least
+        fixed, row = fixed + wide * padded(V), row + wide * 2 * _columns_of(work, 1, V)
     if work.teacher is not None:
         of_teacher, row_of_teacher = _bytes_of_teacher(work)
         fixed, row = fixed + of_teacher, row + row_of_teacher
-    if work.function:
-        left = budget - fixed - enough * row  # by chunks that are as large as they should be
-        piece_bytes = FUNCTION_COPIES * wide * max(1, V)
-        pieces = [N, max(left, (budget - fixed) // 2) // piece_bytes, max(2, PIECE_ELEMENTS[cpu] // max(1, V))]
-        if work.automatic and not cpu:
-            pieces.append(max(FEWEST_ROWS, N // FUNCTION_PIECES))
-        piece_rows = max(1, int(min(pieces)))
-        fixed += piece_rows * piece_bytes
-    else:
-        fixed += wide * padded(V)  # a soft cap's block is a row at least
-        row += 0 if by_kernel else wide * 2 * _columns_of(work, 1, V)
     if cpu and gemms["backward_gemm"] == "narrow":
         fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
+    least, more = FEWEST_ROWS, dict[str, Any]()
+    if work.function:
+        least, piece_bytes = FUNCTION_ROWS[cpu], FUNCTION_COPIES * wide * max(1, V)
+        pieces = max(2, PIECE_ELEMENTS[cpu] // max(1, V)), max(FEWEST_ROWS, N // FUNCTION_PIECES)
+        piece_rows = max(1, min(N, (budget - fixed) // 2 // piece_bytes, *pieces))
+        fixed += piece_rows * piece_bytes
+    elif cpu:
+        least = max(least, CPU_CHUNK_BYTES // (4 * max(1, V)))
+    enough = max(least, -(-N // FEWEST_CHUNKS)) if work.automatic else math.inf
     rows = int(min(max(1, (budget - fixed) // max(1, row)), enough))
-    rows = evenly(N, rows) if cpu else whole_tiles(rows)
-    if not cpu:
-        rows = min(level(N, rows) if work.function else rows, max(1, N))
+    rows = evenly(N, rows) if cpu else min(level(N, whole_tiles(rows)), max(1, N))
     if work.function:
         more["piece_rows"] = evenly(rows, piece_rows)
     rows = max(work.groups, rows - rows % work.groups)  # as many of each rank that has tokens of its own
@@ -604,15 +583,14 @@ def _bytes_of_teacher(work: Work) -> tuple[int, int]:
     """Return what a second side takes, and what it takes for each row of a chunk."""
     assert work.teacher is not None
     (D, V, dtype), wide, of_student = work.teacher, work.wide.itemsize, padded(work.size[2])
+    if not D:
+        return V * (8 + 16 * wide), wide * (padded(work.size[2] + 1) - of_student)  # ids, both sides' outcomes
     operands = D * (wide + dtype.itemsize)
-    gemms = gemms_of(work, of_teacher=True)
-    fixed = gemms["block_rows"] * operands + 8 * V
+    fixed, row = gemms_of(work, of_teacher=True)["block_rows"] * operands + 8 * V, operands + 16 * wide
     if work.choice[0] == "row":
-        return fixed, wide * padded(V) + operands + 16 * wide
-    if D:
-        longer = max(of_student, padded(V))  # both sides' logits are as long, and both have blocks of columns beside
-        return fixed, wide * (2 * longer - of_student + 2 * _columns_of(work, 1, longer)) + operands + 16 * wide
-    return fixed, wide * (padded(work.size[2] + 1) - of_student) + V * (8 + 16 * wide)  # ids, both sides' outcomes
+        return fixed, row + wide * padded(V)
+    longer = max(of_student, padded(V))  # both sides' logits are as long, and both have blocks of columns beside
+    return fixed, row + wide * (2 * longer - of_student + 2 * _columns_of(work, 1, longer))
 
 
 def _cut_narrow_pair(work: Work) -> Cut:
@@ -631,7 +609,7 @@ def _cut_narrow_pair(work: Work) -> Cut:
     if work.automatic:
         few = min(few, max(PAIR_LOGITS, N // (6 * PAIR_CHUNKS)))
         rows = min(rows, max(PAIR_ROWS, -(-N // PAIR_CHUNKS // GPU_TILE) * GPU_TILE))
-    few = max(1, min(whole_tiles(few), rows))
+    few = max(1, min(few - few % GPU_TILE or few, rows))
     rows = max(few, min(whole_tiles((room - few * logits) // gradient), rows))
     return rows, fixed + few * logits + rows * gradient, {"product_rows": few}
 
@@ -643,32 +621,31 @@ def _cut_exponentials(work: Work) -> Cut:
     two at least, and a chunk has no more rows than 4096, than make `EXP_BYTES` of E or a `WAVE` of E W, or than leave
     `FEW_CHUNKS`, whichever is most; half of it where the head is frozen. Chunks are short below 512 rows, and where
     a limit of the memory makes so many that the weight's gradient would be summed in float32: if blocks have twice the
-    rows, or need no float32.
+    rows, or need no float32. Of a sharded vocabulary a chunk has two pieces, longer ones where few classes are little
+    work.
     """
     (N, D, V), sharded = work.size, work.sharded
     trained = not work.weight_frozen
-    part = 1 if trained else 2
+    part, tiles = 1 if trained else 2, -(-V // TILE_COLUMNS) * work.kept
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
-    # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
-    # three; and the GEMM's result in float32, while it is summed over the ranks.
-    x, ahead = 2 * D * (work.input_is_copied and not (work.skips and not sharded)), 2 * D * sharded
-    gathered = 2 * D * work.skips  # in blocks and of sums alone; and in blocks as much again, where parts of E W meet
-    thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
-    sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
-    tiles = -(-V // 256) * work.kept
-    sum_row = sums + 64 + x + gathered + 3 * ahead + 28 * tiles
     if work.kept:  # the ordered copy, or the gradient put back; means and sums; parts that meet; squares, masses, lists
         fixed += work.weight_dtype.itemsize * V * D + 6 * tiles * D + 4 * WAVE
-        thin, product = thin + 24 * tiles, 0
+    # s x and a row's numbers, and copies of hidden states; ranks gather these ahead, of sums alone four pieces and of
+    # gradients three at once, and sum all of E W.
+    x, product, sums = 2 * D * (work.copies > 0), 4 * D * (not work.kept), 4 * work.tile_numbers * -(-V // GPU_TILE)
+    of_row = 2 * D + x + 8 * D * sharded + 64 + 24 * tiles
+    sum_row = sums + 64 + x + 6 * D * sharded + 28 * tiles
     room = max(0, work.budget() - fixed)
-    sum_rows = room // sum_row
-    sum_rows = max(work.groups, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
+    sum_rows = max(work.groups, min(N, EXP_SUM_ROWS, whole_tiles(room // sum_row)))
     N, more = max(1, N), {"sum_rows": sum_rows}
 
-    of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(WAVE / max(1, D))))
-    # of a sharded vocabulary a chunk has two pieces, longer ones where few classes are little work
+    of_block = of_row + product + x * (work.copies > 1 and not sharded)  # beside the sum over blocks parts of E W meet
+    of_chunk = of_row + sums + 2 * padded(V)
+    if sharded:
+        of_chunk, product = of_chunk + product, 0
+    piece = max(GPU_TILE, 1 << round(math.log2(WAVE / max(1, D))))
     least = 2 * max(piece, min(power_of_2(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4)) * sharded
-    longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
+    longest = max(room // (of_chunk + product), (room - product * piece) // of_chunk)
     if work.automatic:
         few = power_of_2(-(-N // FEW_CHUNKS)) if trained else 0
         most = max(4096 // part, piece, EXP_BYTES // (2 * part * V), few, least)
@@ -677,14 +654,13 @@ def _cut_exponentials(work: Work) -> Cut:
     longest = rows = max(unit, min(longest, -(-N // unit) * unit) // unit * unit)
     if rows < N:
         power = 1 << rows.bit_length() - 1
-        rows = whole_tiles(rows, tile_of(rows)) if power < EXP_ROWS or work.kept else max(power, min(rows, least))
+        rows = whole_tiles(rows) if power < EXP_ROWS or work.kept else max(power, min(rows, least))
         rows = -(-level(N, rows) // unit) * unit
 
     def many(rows: int) -> bool:
         return trained and accumulate_in(work, -(-N // rows)) != accumulate_in(work, 1)
 
     short = rows < min(N, 512 // part) or (many(rows) and not work.automatic)
-    of_block = thin + product + 2 * gathered
     block: tuple[int, int] | None = None
     if work.gradient == "recompute" or (short and not work.kept):
         block = _fitting_block(N, V, room, of_block, many)
@@ -692,13 +668,13 @@ def _cut_exponentials(work: Work) -> Cut:
         product_rows = max(level(rows, min(rows, piece)), -(-rows // 2) * sharded)
         if unit > 1 and rows > piece:
             product_rows = rows // 2
-        scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
-        return rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows}
-    rows, columns = block or (whole_tiles(longest, tile_of(longest)), V)
+        scratch = fixed + rows * of_chunk + product_rows * product
+        return rows, scratch, {**more, "schedule": "chunks", "columns": V, "product_rows": product_rows}
+    rows, columns = block or (whole_tiles(longest), V)
     if work.groups > 1:  # both passes take the tokens of each rank in one order
         rows = sum_rows = more["sum_rows"] = max(work.groups, min(rows, sum_rows) // work.groups * work.groups)
     scratch = fixed + max(rows * (of_block + 2 * padded(columns)), sum_rows * sum_row)
-    return rows, scratch, {**more, "schedule": "blocks", "block_columns": columns, "product_rows": rows}
+    return rows, scratch, {**more, "schedule": "blocks", "columns": columns, "product_rows": rows}
 
 
 def _fitting_block(N: int, V: int, room: int, of_row: int, many: Callable[[int], bool]) -> tuple[int, int] | None:
@@ -709,13 +685,13 @@ def _fitting_block(N: int, V: int, room: int, of_row: int, many: Callable[[int],
     """
     found = []
     for longest in BLOCK_ROWS:
-        rows, all_tiles = level(N, min(longest, N)), -(-V // 256)
-        widest = min((room - rows * of_row) // (2 * rows) // 256, all_tiles)
-        if 256 * widest >= min(V, LEAST_BLOCK):
+        rows, all_tiles = level(N, min(longest, N)), -(-V // TILE_COLUMNS)
+        widest = min((room - rows * of_row) // (2 * rows) // TILE_COLUMNS, all_tiles)
+        if TILE_COLUMNS * widest >= min(V, LEAST_BLOCK):
             tiles = -(-rows // GPU_TILE)
             whole = widest * tiles // PROCESSORS * PROCESSORS // tiles
             width = whole if widest < all_tiles and 8 * whole > 7 * widest else widest
-            columns = min(V, 256 * -(-all_tiles // -(-all_tiles // width)))
+            columns = min(V, TILE_COLUMNS * -(-all_tiles // -(-all_tiles // width)))
             narrow = columns < min(V, BLOCK_COLUMNS)
             found.append((many(rows), narrow, -columns if narrow else -rows, rows, columns))
     return min(found)[3:] if found else None
@@ -755,9 +731,9 @@ def tile_of(rows: int) -> int:
     return GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
 
 
-def whole_tiles(rows: int, tile: int = GPU_TILE) -> int:
+def whole_tiles(rows: int) -> int:
     """Return fewer rows, in whole tiles, where they are more than one."""
-    return rows - rows % tile if rows > GPU_TILE else rows
+    return rows - rows % tile_of(rows) if rows > GPU_TILE else rows
 
 
 def evenly(N: int, rows: int) -> int:

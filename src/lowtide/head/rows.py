@@ -70,12 +70,9 @@ def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) 
 def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Tensor:
     """Return the same of a tensor [..., *rest] whose first ``axes`` axes are one axis of tokens."""
     leading = x.shape[:axes]
-    if index is None and axes == 1:
-        return x[part]
-    if index is None and rows_are_viewable(x, axes):
-        return x.view(leading.numel(), *x.shape[axes:])[part]
-    chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
-    return x[places_in(leading, chosen)] if leading else x[None][part]
+    if rows_are_viewable(x, axes):
+        return x.view(leading.numel(), *x.shape[axes:])[part if index is None else index[part]]
+    return x[places_in(leading, torch.arange(part.start, part.stop, device=x.device) if index is None else index[part])]
 
 
 def places_in(leading: torch.Size, chosen: Tensor) -> tuple[Tensor, ...]:

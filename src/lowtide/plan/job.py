@@ -166,7 +166,6 @@ class Job(PlanArguments):
             self.options,
             weight_dtype=self.dtype,
             weight_frozen=self.adapters is not None,
-            input_is_copied=self.autocast,
             capability=self.gpu.capability,
             device_bytes=self.gpu.memory_bytes,
         )

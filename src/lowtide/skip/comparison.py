@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.engine import matmul_into
-from lowtide.head.kernels.input_rows_hopper import InputRows
+from lowtide.head.kernels.gradient_gemms_hopper import InputRows
 from lowtide.skip.kernels.ordered import COLUMNS
 
 SIGNS = 16
@@ -44,10 +44,6 @@ class Comparison:
         assert ends.rest is not None
         own, s = ends.rest[:, None] * self._weight[ends.y.clamp(min=0).long()], ends.s[:, None]
         right = ((both[:, :SIGNS] + both[:, SIGNS:] + own) * s).where((ends.y >= 0)[:, None] & (s != 0), 0)
-        if ends.uniform is not None and ends.factor is not None:
-            even = ends.factor * ends.share * (1 if ends.scale is None else ends.scale)
-            even = even.where(ends.y >= 0, 0)
-            right = right - even[:, None] * (ends.uniform @ self._signs.float())
         self._input.index_copy_(0, ends.to.long(), right)
 
     def see_weight(self, e_CV: Tensor, scaled_CD: Tensor, y_C: Tensor) -> None:

@@ -6,7 +6,6 @@ tile sums to; which tiles stay then follows from these sums and the upstream gra
 recomputed.
 """
 
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -16,10 +15,9 @@ from lowtide.head.call import Head
 from lowtide.head.engine import matmul_into
 from lowtide.head.exponentials.losses import CrossEntropy, Piece
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import exp_logits_hopper, exp_rows
+from lowtide.head.kernels import exp_rows, hopper
 from lowtide.head.kernels.exp_logits import ExpRows, Listed
-from lowtide.head.kernels.gradient_gemms_hopper import room_for
-from lowtide.head.kernels.input_rows_hopper import InputRows
+from lowtide.head.kernels.gradient_gemms_hopper import InputRows, room_for
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.skip.choice import choose, save_tiles, sizes_of_tiles, take_tiles
@@ -36,12 +34,11 @@ class TiledCrossEntropy(CrossEntropy):
         """``order``: of the classes, where forward took another than the present one."""
         self.remembered: Remembered = head.remembered
         self.order = self.remembered.order if order is None else order
-        (V, D), q, new = head.weight_VD.shape, loss.class_weight, head.input.new_empty
+        (V, D), new = head.weight_VD.shape, head.input.new_empty
         self._weight_dtype = head.weight_VD.dtype
         weight_VD, self.mean_PD = new(V, D, dtype=head.dtype), new(-(-V // COLUMNS.value), D, dtype=head.dtype)
         ordered.put_in_order(head.weight_VD, self.order, weight_VD, self.mean_PD)
-        bias_V = None if head.bias_V is None else self._ordered(head.bias_V)
-        loss = loss if q is None else replace(loss, class_weight=self._ordered(q))
+        bias_V = None if head.bias_V is None else head.bias_V.index_select(0, self.order[1:])
         super().__init__(head._replace(weight_VD=weight_VD, bias_V=bias_V), loss, plan)
         self._shared_PD: Tensor | None = None  # what the rows of each tile of dW share
         self._sums = self._new(0)
@@ -50,9 +47,6 @@ class TiledCrossEntropy(CrossEntropy):
         self._comparison: Comparison | None = None
         self._seen: Tensor | None = None  # the sums of the tokens' probabilities
         self._listed: Listed | None = None  # tiles of E that are computed, where others need not be
-
-    def _ordered(self, x_V: Tensor) -> Tensor:
-        return x_V.index_select(0, self.order[1:])
 
     def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
         """See `CrossEntropy.forward`; without factors also what backward needs: "tiles" and the order of "classes"."""
@@ -72,11 +66,19 @@ class TiledCrossEntropy(CrossEntropy):
 
     def _allocate(self, rows: int) -> None:
         super()._allocate(rows)
-        assert self._x is not None
         assert self._e is not None
-        self._x.zero_()  # tiles are multiplied whole
         self._begin(rows, self._e)
         self._store_sums(rows)
+
+    def hidden(self, part: slice) -> Tensor:
+        """See `Exponentials.hidden`: what an ignored token's state holds would reach the choice of tiles."""
+        return super().hidden(part).masked_fill_((self.y_n[part] < 0)[:, None], 0)
+
+    def _take_factors(self) -> None:
+        begins = self._factors is not None
+        super()._take_factors()
+        if begins and self._scaled is not None:
+            self._scaled.zero_()  # it is multiplied whole
 
     def _begin(self, rows: int, e_CV: Tensor) -> None:
         """Make what the gradients of chunks of so many rows share."""
@@ -119,8 +121,8 @@ class TiledCrossEntropy(CrossEntropy):
 
     def _sizes(self) -> Tensor:
         """Return the rows' factors with the logits' scale and the targets' class weights, as gradients have them."""
-        sizes = self._factor_n if self.terms.scale is None else self._factor_n * self.terms.scale
-        return sizes if self.q_V is None else sizes * self.q_V[self.y_n.clamp(min=0)]
+        sizes = self._factor_n if self.transform.scale is None else self._factor_n * self.transform.scale
+        return sizes if self.terms.own is None else sizes * self.terms.own
 
     def _choose(self, y_C: Tensor, s_C: Tensor, entry_C: Tensor, masses_CP: Tensor, squares_CP: Tensor) -> None:
         """Decide which of a chunk's tiles are kept: see `choose`; ``entry_C`` are the targets' entries, unrounded."""
@@ -154,9 +156,6 @@ class TiledCrossEntropy(CrossEntropy):
             self._shared_PD = self._new(*self.mean_PD.shape)
         matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=not first)
 
-    def _put_even(self, into: Gradients, *, add: bool) -> bool:  # noqa: ARG002
-        return add  # at the end, when the weight's gradient has been compared
-
     def recompute(self, into: Gradients) -> None:
         """Add up the gradients, with a chunk's E over the whole vocabulary in memory."""
         (V, D), index, known = self.weight_VD.shape, self.index, self.known
@@ -166,7 +165,7 @@ class TiledCrossEntropy(CrossEntropy):
         e, scaled = new(longest, padded(V)), new(longest, D).zero_()
         self._begin(longest, e)
         for piece in self.chunks(longest):
-            C, used = len(piece.x_CD), self.used(piece.part)
+            C = len(piece.x_CD)
             e_CV, scaled_CD = e[:C, :V], scaled[:C]
             self.prepare(piece, scaled_CD)
             reference, entry, s, rest = piece.rows
@@ -178,12 +177,9 @@ class TiledCrossEntropy(CrossEntropy):
             self.fill(piece, self.weight_VD, e_CV, 0)
             if self._seen is not None:
                 self._see(piece, e_CV, (1 / factor).where(s != 0, 0))
-            if into.bias_V is not None:
-                exp_rows.add_column_sums(e_CV, s, into.bias_V, used)
             if into.input_ND is not None:
                 self._input_rows(piece, e_CV, self.ends(piece, s, rest, into.input_ND))
-            if into.weight_VD is not None:
-                self.weight_product(piece.part, e_CV, scaled_CD, into.weight_VD, add=piece.part.start > 0)
+            self.add_to_head(piece.part, e_CV, scaled_CD, s, into, slice(None))
 
     def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
         """See `CrossEntropy.exponentials`."""
@@ -191,14 +187,13 @@ class TiledCrossEntropy(CrossEntropy):
             super().exponentials(piece, w_VD, e_CV, rows)
         else:
             used = self.used(piece.part)
-            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used, listed=self._listed)
+            hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used, listed=self._listed)
 
     def _end(self, into: Gradients) -> None:
         """Measure the errors, and put the gradients into the classes' own order."""
         errors = None
         if self._comparison is not None:
             errors = self._comparison.errors(into.input_ND, into.weight_VD, self._shared_PD, self._tile_sizes)
-        super()._put_even(into, add=True)
         classes = self.order[1:].long()
         if self._seen is not None:
             seen = self._seen.nan_to_num(0, 0, 0).clamp(min=0)

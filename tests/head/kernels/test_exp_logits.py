@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from head.kernels.rows import DEVICE, DTYPE, POISON, UNIT, apart
-from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.kernels import gemm
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile
-from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
+from lowtide.head.kernels.gemm import GemmConfig, LogitTransform
 from promises import promise
 from support import every_pair
 
@@ -41,10 +41,12 @@ def close(got: Tensor, want: Tensor, near: float) -> bool:
     first_class=[0, 5],
 )
 def test_exponentials_and_their_sums(
-    size: tuple[int, int, float], config: GemmConfig, names: tuple[str, ...], coefficient: bool, first_class: int
-) -> None:
+    size: tuple[int, int, float], config: GemmConfig, names: tuple[str, ...], coefficient: bool, first_class: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Each by itself and both at once; the target is elsewhere in some rows, and some are ignored."""
-    (C, V, D), P = size, tiles_across(size[1], config)
+    monkeypatch.setattr(gemm, "CONFIG", config)
+    (C, V, D), P = size, gemm.tiles_across(size[1])
     x, w = apart(torch.randn(C, round(D * UNIT))), apart(2 * torch.randn(V, round(D * UNIT)) / (D * UNIT) ** 0.5)
     y = (torch.randint(0, V, (C,), dtype=torch.int32) + torch.randint(0, 2, (C,)) * first_class).to(DEVICE).int()
     y[2::7] = -1
@@ -67,7 +69,7 @@ def test_exponentials_and_their_sums(
         sums = torch.full((C + 2, P + 3), POISON, device=DEVICE)
         rows = ExpRows.of(reference, y, sums[1:-1, :P] if wants_sums else None, c, first_class)
         out = room[1:-1, :V] if wants_e else None
-        gemm_tiles(exp_tile, x, w, out, rows, LogitTransform(**given), config)
+        gemm.gemm_tiles(exp_tile, x, w, out, rows, LogitTransform(**given))
         # TMA writes units of 16 bytes
         for part, width in ((room, -(-V // UNIT) * UNIT if DEVICE == "cuda" else V), (sums, P)):
             assert (part[[0, -1]] == POISON).all()

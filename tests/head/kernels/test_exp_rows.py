@@ -14,17 +14,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from head.kernels.rows import DEVICE, DTYPE, INF, NAN, POISON, UNIT, apart, ordered, rounded
-from lowtide.head.kernels.exp_rows import Reports, finish_rows, prepare_rows
-from lowtide.head.kernels.exp_terms import RowTerms
+from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_rows, prepare_rows
+from lowtide.head.kernels.gemm import PLAIN
 from promises import promise
 
 pytestmark = [promise("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter's NumPy
 V = 37
-
-
-def row_terms(vocab: int = V, z_loss: float = 0.0) -> RowTerms:
-    names = ("bias_V", "scale", "softcap", "class_weight", "total_class_weight", "uniform_D", "uniform_bias")
-    return RowTerms(vocab=vocab, smoothing=0.0, z_loss=z_loss, **dict.fromkeys(names))
 
 
 def blank(C: int) -> Reports:
@@ -64,7 +59,7 @@ def finish(
     room = torch.full((C + 2, V + 11), POISON, dtype=dtype, device=DEVICE)
     scaled = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
     finish_rows(
-        r[:, None], b.x, b.y, b.g if gradient else None, rows, row_terms(),
+        r[:, None], b.x, b.y, b.g if gradient else None, rows, PLAIN, RowTerms(),
         e_CV=room[1:-1, :V] if gradient else None, scaled_CD=scaled[1:-1] if gradient else None,
     )  # fmt: skip
     for buffer in (room, scaled):
@@ -132,7 +127,7 @@ def prepare(b: Batch, lse: Tensor, miss: Tensor, z_loss: float = 0.0) -> Prepare
     C, D = b.x.shape
     numbers = torch.full((4, C), POISON, device=DEVICE)
     room = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
-    prepare_rows(lse, miss, b.x, b.y, b.g, row_terms(z_loss=z_loss), V, numbers, scaled_CD=room[1:-1])
+    prepare_rows(lse, miss, b.x, b.y, b.g, PLAIN, RowTerms(z_loss=z_loss), V, numbers, scaled_CD=room[1:-1])
     assert (room[[0, -1]] == POISON).all()
     return Prepared(*numbers, room[1:-1])
 

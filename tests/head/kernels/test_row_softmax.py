@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from head.kernels.rows import DEVICE, INF, NAN, NARROW, padded
 from lowtide.head.kernels.gemm import LogitTransform
-from lowtide.head.kernels.row_softmax import softmax_rows
+from lowtide.head.kernels.logit_rows import softmax_rows
 from promises import promise
 from support import assert_near, every_pair, oracle, relative_error
 

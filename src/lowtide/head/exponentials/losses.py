@@ -10,8 +10,9 @@ recomputed in blocks of the vocabulary, four (8NDV), where memory is too short f
 upstream gradient is known in backward only. Names: n rows, C rows of a chunk, D hidden size, V classes, B of a block.
 
 Label smoothing's part of the gradients is the same for every row, ``- m g (a / V) q_v`` in the entry of class v: m the
-logit scale, g the row's factor, a the smoothing, q the class weights. It stays out of the wide GEMMs: dW has the outer
-product of q with the sum of all hidden states times their factors; in dX it is a part of each row's end.
+logit scale, g the row's factor, a the smoothing, q the class weights. It stays out of the wide GEMMs, in plain PyTorch:
+with ``u = sum_v q_v w_v`` the loss loses ``(a / V) m x u``, dX ``m g (a / V) u``, and dW ``(a / V) q`` times the sum of
+all ``m g x``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,15 +26,11 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.engine import matmul_into
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
-from lowtide.head.kernels.elementwise import take_counted
+from lowtide.head.kernels import exp_rows, gemm, gradient_gemms_hopper, hopper
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
-from lowtide.head.kernels.exp_rows import Reports
-from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
-from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles, tiles_across
-from lowtide.head.kernels.gradient_gemms_hopper import room_for
-from lowtide.head.kernels.hopper import COLUMNS
-from lowtide.head.kernels.input_rows_hopper import InputRows, Room
+from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_input_grad
+from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles
+from lowtide.head.kernels.gradient_gemms_hopper import InputRows, Room, room_for
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.rows import Rows, rows_are_aligned, slices, take_rows
 from lowtide.head.terms.loss import Loss, RowFactors
@@ -58,24 +55,16 @@ class Exponentials:
         self.head, self.plan, self.index, self.count = head, plan, rows.index, rows.count
         self.weight_VD = aligned_rows(head.weight_VD, head.dtype)
         self.width = len(self.weight_VD)
-        assert not isinstance(head.softcap, Tensor)
-        self.softcap, self.transform = head.softcap, LogitTransform(head.bias_V, head.scale, head.softcap)
-        self.config = configs.CONFIG
-        self.tiles = tiles_across(self.width, self.config)
-        self._x: Tensor | None = None  # memory for a chunk's hidden states where they are gathered; s x takes its place
-        self._product: Tensor | None = None  # and for its E W
+        self.transform = LogitTransform(head.bias_V, head.scale, head.softcap)
+        self.tiles = gemm.tiles_across(self.width)
+        self._product: Tensor | None = None  # memory for a chunk's E W
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
 
     def hidden(self, part: slice) -> Tensor:
         """Return hidden states [C, D] as TMA takes them."""
-        if self.index is None or self.count is None:
-            return aligned_rows(take_rows(self.head.input, self.index, part, self.head.dtype), self.head.dtype)
-        C, D = part.stop - part.start, self.weight_VD.shape[1]
-        x_CD = self.weight_VD.new_empty(C, D) if self._x is None else self._x[:C]
-        take_counted(self.head.input, self.index[part], self.used(part), x_CD)
-        return x_CD
+        return aligned_rows(take_rows(self.head.input, self.index, part, self.head.dtype), self.head.dtype)
 
     def chunks(self, rows: int) -> Iterator[Piece]:
         """Yield all rows, so many at a time, with their hidden states."""
@@ -107,6 +96,15 @@ class Exponentials:
         else:
             gradient_gemms_hopper.weight_grad(e_CB, scaled_CD, out_BD, self.used(part), add=add)
 
+    def add_to_head(
+        self, part: slice, e_CB: Tensor, scaled_CD: Tensor | None, s_C: Tensor, into: Gradients, block: slice
+    ) -> None:
+        """Add these rows' part of the gradients of weight and bias, of a block of classes."""
+        if scaled_CD is not None and into.weight_VD is not None:
+            self.weight_product(part, e_CB, scaled_CD, into.weight_VD[block], add=part.start > 0)
+        if into.bias_V is not None:
+            exp_rows.add_column_sums(e_CB, s_C, into.bias_V[block], self.used(part))
+
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """Take up a chunk: return the s [C] of its rows, and write s x into ``scaled_CD`` where given."""
         raise NotImplementedError
@@ -126,7 +124,7 @@ class Exponentials:
         """Add up the gradients in blocks of the vocabulary: one GEMM for the entries, one for each gradient."""
         plan, new, D = self.plan, self.weight_VD.new_empty, self.weight_VD.shape[1]
         rows = min(plan.chunk_rows, plan.rows)
-        e = new(rows, padded(plan.block_columns))
+        e = new(rows, padded(plan.columns))
         scaled = None if into.weight_VD is None else new(rows, D)
         for piece in self.chunks(plan.chunk_rows):
             self._recompute_chunk(piece, e, scaled, into)
@@ -138,17 +136,14 @@ class Exponentials:
         if into.input_ND is not None and self._product is None:
             self._product = self._new(C, D)
         product_CD = None if self._product is None else self._product[:C]
-        for block in slices(V, self.plan.block_columns):
+        for block in slices(V, self.plan.columns):
             w_BD, e_CB = self.weight_VD[block], e[:C, : block.stop - block.start]
             self.fill(piece, w_BD, e_CB, block.start)
             if product_CD is not None:
                 self.input_product(part, e_CB, w_BD, product_CD, add=block.start > 0)
                 if block.stop == V:
                     self._put_input(piece, product_CD, into)
-            if scaled_CD is not None and into.weight_VD is not None:
-                self.weight_product(part, e_CB, scaled_CD, into.weight_VD[block], add=part.start > 0)
-            if into.bias_V is not None:
-                exp_rows.add_column_sums(e_CB, s_C, into.bias_V[block], self.used(part))
+            self.add_to_head(part, e_CB, scaled_CD, s_C, into, block)
 
     def _put_input(self, piece: Piece, product_CD: Tensor, into: Gradients) -> None:
         assert into.input_ND is not None
@@ -173,26 +168,21 @@ class CrossEntropy(Exponentials):
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         super().__init__(head, plan, loss.rows)
-        q, smoothing = loss.class_weight, loss.label_smoothing
-        self.hopper = self.transform.is_plain and exp_logits_hopper.why_not_on(head.input.device) is None
-        if self.hopper:
-            self.config = configs.GemmConfig(columns=COLUMNS.value)
-            self.tiles = tiles_across(self.width, self.config)
-        self.y_n, self.q_V = loss.y, q
-        uniform = None
-        if smoothing:
-            uniform = loss.y.new_zeros((), dtype=torch.float32)
-            if head.bias_V is not None:
-                uniform = head.bias_V.sum() if q is None else head.bias_V @ q
-        self.terms = RowTerms(
-            vocab=head.ranks.vocab, bias_V=head.bias_V, scale=head.scale, softcap=self.softcap,
-            class_weight=q, total_class_weight=loss.total, smoothing=smoothing, z_loss=loss.z_loss,
-            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
-        )  # fmt: skip
-        self._views: dict[int, tuple[Tensor, ...]] = {}
+        self.hopper = self.transform.is_plain and hopper.runs_on(head.input.device)
+        self.y_n, own_n = loss.y, loss.own_n
+        spread: Tensor | None = None
+        self.u_D: Tensor | None = None  # with label smoothing
+        if loss.label_smoothing:
+            new, V, a = self.head.input.new_ones, loss.vocab, loss.label_smoothing
+            self.share, self.q_V = -a / V, new(self.width, dtype=torch.float32)
+            if loss.class_weight is not None:
+                self.q_V = loss.class_weight
+            own_n = (1 - a) * (new(len(self.y_n), dtype=torch.float32) if own_n is None else own_n)
+            spread = new((), dtype=torch.float32) * a if loss.total is None else loss.total * (a / V)
+            self.u_D = weighted_sum(self.q_V, self.weight_VD)
+        self.terms = RowTerms(own_n, spread, float(loss.z_loss))
         self._of_stored: Tensor | None = None  # sums of rows of E as stored, of each tile, for a loss that skips some
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
-        self._even_D: Tensor | None = None  # with smoothing: the sum of all hidden states times their factors
 
     def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
         """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factors`` add gradients.
@@ -214,9 +204,9 @@ class CrossEntropy(Exponentials):
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
         if in_chunks:
             self._take_factors()  # also where there are no tokens
+            self._add_even_parts(self._into)
         elif factors is not None:
             del self._sums  # memory for the blocks
-            self._views.clear()
             self.gradients(*factors(), numbers)
         return numbers
 
@@ -224,47 +214,33 @@ class CrossEntropy(Exponentials):
         """Yield chunks of so many rows with their E, or its sums alone; their numbers are to be ``found``."""
         self._sums = self._new(rows, self.tiles)
         for piece in self.chunks(rows):
-            piece.y_C, memory = self.y_n[piece.part], self._memory(len(piece.x_CD))
-            self._write_target_logits(piece, memory)
-            self._write_exponentials(piece, memory, found)
+            piece.y_C, piece.rows = self.y_n[piece.part], self._reports(piece, found)
+            self._write_target_logits(piece)
+            self._write_exponentials(piece)
             yield piece
             del piece
 
     def _allocate(self, rows: int) -> None:
         """Make a chunk's E of so many rows, whose gradients are computed too."""
         self._e, self._s_C = self.weight_VD.new_empty(rows, padded(self.width)), self._new(rows)
-        if self.count is not None:
-            self._x = self.weight_VD.new_empty(rows, self.weight_VD.shape[1])
 
-    def _memory(self, C: int) -> tuple[Tensor, ...]:
-        """Return memory for the numbers of C rows, whose views the host makes once a length.
+    def _reports(self, piece: Piece, found: Tensor) -> Reports:
+        """Return memory for what will be known of a piece's rows."""
+        C = piece.at.stop - piece.at.start
+        (target, rest), integers = self._new(2, C), self.y_n.new_empty(2 * C + 1)
+        s_C = target if self._e is None else self._s_C[piece.at]  # with sums alone none is written
+        return Reports._make((target, *found[:, piece.part], s_C, rest, *torch.split(integers, [C, C, 1])))
 
-        The targets' logits, with smoothing the weighted sums of all logits too [1 or 2, C]; s, rest, highest, listed
-        and listed_count of `exp_rows.Reports`.
-        """
-        if C not in self._views:
-            self._views[C] = self._new_memory(C)
-        return self._views[C]
+    def _write_target_logits(self, piece: Piece) -> None:
+        logits, count = piece.rows.target_logit, piece.rows.listed_count
+        operands = piece.x_CD, self.weight_VD, piece.y_C, self.transform
+        exp_rows.target_logits(*operands, logits, count, self.used(piece.part))
 
-    def _new_memory(self, C: int) -> tuple[Tensor, ...]:
-        numbers, integers = self._new(4, C), self.y_n.new_empty(2 * C + 1)
-        targets = numbers[: 2 if self.terms.smoothing else 1]
-        return targets, *numbers[2:].unbind(), *torch.split(integers, [C, C, 1])
-
-    def _write_target_logits(self, piece: Piece, memory: tuple[Tensor, ...]) -> None:
-        target, count = memory[0], memory[-1]
-        exp_rows.target_logits(
-            piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count, self.used(piece.part)
-        )
-
-    def _write_exponentials(self, piece: Piece, memory: tuple[Tensor, ...], found: Tensor) -> None:
-        target, s_C, *others = memory
-        if self._e is not None:
-            s_C = self._s_C[piece.at]
-        piece.sums = self._sums[: len(s_C)]
-        piece.rows = Reports._make((target[0], target[-1], *found[:, piece.part], s_C, *others))
+    def _write_exponentials(self, piece: Piece) -> None:
+        C = len(piece.y_C)
+        piece.sums = self._sums[:C]
         if self.width:
-            rows = ExpRows.of(target[0], piece.y_C, piece.sums, stored=self._stored(len(s_C)))
+            rows = ExpRows.of(piece.rows.target_logit, piece.y_C, piece.sums, stored=self._stored(C))
             self.exponentials(piece, self.weight_VD, self._e_of(piece.at), rows)
 
     def _e_of(self, at: slice) -> Tensor | None:
@@ -275,20 +251,35 @@ class CrossEntropy(Exponentials):
         """Write E of a chunk and some classes, or its sums."""
         used = self.used(piece.part)
         if self.hopper:
-            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used)
+            hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used)
             return
         transform = self.transform.of_classes(slice(rows.first_class, rows.first_class + len(w_VD)))
-        gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, self.config, used=used)
+        gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, used=used)
 
     def _finish(
         self, piece: Piece, factor_C: Tensor | None = None, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None
     ) -> None:
         """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
-        of_rows = piece.sums, piece.x_CD, piece.y_C, factor_C, piece.rows, self._terms(piece.part)
+        terms = self.terms.rows(piece.part)
+        of_rows = piece.sums, piece.x_CD, piece.y_C, factor_C, piece.rows, self.transform, terms
         given: dict[str, Any] = {"e_CV": e_CV, "scaled_CD": scaled_CD, "used": self.used(piece.part)}
         exp_rows.finish_rows(*of_rows, **given)
         self._shift(piece, e_CV)
         exp_rows.finish_rows(*of_rows, **given, shifted=True)
+        if self.u_D is not None:
+            whole = self._whole_u
+            mean_C = self._scaled_by(weighted_sum(whole[:-1], piece.x_CD.t()) + whole[-1]) * self.share
+            piece.rows.loss.add_(mean_C.where(piece.y_C >= 0, 0))
+
+    @cached_property
+    def _whole_u(self) -> Tensor:
+        """Return u, and behind it ``sum_v q_v b_v``, of all ranks' classes."""
+        assert self.u_D is not None
+        bias = self.q_V.new_zeros(()) if self.head.bias_V is None else self.head.bias_V @ self.q_V
+        return self.head.ranks.sum_of(torch.cat((self.u_D, bias[None])))
+
+    def _scaled_by(self, x: Tensor) -> Tensor:
+        return x if self.transform.scale is None else x * self.transform.scale
 
     def _shift(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...] = (True, False)) -> None:
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
@@ -296,15 +287,11 @@ class CrossEntropy(Exponentials):
         rows = ExpRows.of(of_rows.highest, piece.y_C, self._sums[:C], stored=self._stored(C))
         shifted_exp_logits(
             piece.x_CD, self.weight_VD, e_CV, rows, (of_rows.listed, of_rows.listed_count), self.transform,
-            self.config, find_highest=find_highest,
+            find_highest=find_highest,
         )  # fmt: skip
 
     def _stored(self, C: int) -> Iterable[Tensor]:
         return () if self._of_stored is None else tuple(self._of_stored[:, :C])
-
-    def _terms(self, part: slice) -> RowTerms:  # noqa: ARG002
-        """Return the loss of these rows."""
-        return self.terms
 
     def _take_factors(self) -> None:
         """The first time find the rows' factors, and make what takes the gradients."""
@@ -312,43 +299,38 @@ class CrossEntropy(Exponentials):
             return
         (self._factor_n, into), (rows, D) = self._factors(), (len(self._s_C), self.weight_VD.shape[1])
         self._factors, self._into, self._scaled, self._product = None, into, None, None
-        self._begin_even(into)
+        self._begin_even_parts()
         if into.weight_VD is not None:
-            self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x
-        if into.input_ND is not None and self._x is None:
+            self._scaled = self.weight_VD.new_empty(rows, D)
+        if into.input_ND is not None and (self.count is None or self.u_D is not None or not self.head.ranks.alone):
             self._product = self._new(min(rows, self.plan.product_rows), D)
 
     def _add_gradients(self, piece: Piece) -> None:
         """Finish a chunk, and add its products with the weight and with the hidden states."""
         self._take_factors()
         into, e_CV, factor_C = self._into, self._e_of(piece.at), self._factor_n[piece.part]
-        self._add_even(piece, into)
+        self._see_even_parts(piece)
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
         if into.input_ND is not None:
-            self._add_input(piece, e_CV, factor_C, into.input_ND)
+            self._add_input(piece, e_CV, into.input_ND)
         self._add_weight(piece)
 
     def _add_weight(self, piece: Piece) -> None:
-        C, stop, into = piece.at.stop, piece.part.stop, self._into
-        chunk, e_CV, add = slice(stop - C, stop), self._e_of(slice(0, C)), stop > C
-        if stop == self.plan.rows:  # before the product, so that of a single chunk it is written and not added
-            add = self._put_even(into, add=add)
-        if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
-            self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=add)
-        if e_CV is not None and into.bias_V is not None:
-            exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V, self.used(chunk))
+        C, stop = piece.at.stop, piece.part.stop
+        e_CV, scaled_CD = self._e_of(slice(0, C)), None if self._scaled is None else self._scaled[:C]
+        if e_CV is not None:
+            self.add_to_head(slice(stop - C, stop), e_CV, scaled_CD, self._s_C[:C], self._into, slice(None))
 
     def ends(self, piece: Piece, s_C: Tensor, rest_C: Tensor, input_ND: Tensor) -> InputRows:
         """Return what ends the rows of a chunk's input gradient."""
         w_VD, (out, to_C) = self.weight_VD, self.places(input_ND, piece.part)
-        ends = InputRows(out, out.stride(0), to_C, s_C, piece.y_C, rest_C, w_VD, w_VD.stride(0))
-        return ends if self.terms.uniform_D is None else ends.even(*self.terms.even(self._factor_n[piece.part]))
+        return InputRows(out, out.stride(0), to_C, s_C, piece.y_C, rest_C, w_VD, w_VD.stride(0))
 
     def _input_rows(self, piece: Piece, e_CV: Tensor, ends: InputRows) -> None:
         """Write a chunk's input gradient by one kernel."""
         gradient_gemms_hopper.input_grad(e_CV, self.weight_VD, ends, self.room, self.used(piece.part))
 
-    def _add_input(self, piece: Piece, e_CV: Any, factor_C: Tensor, input_ND: Tensor) -> None:
+    def _add_input(self, piece: Piece, e_CV: Any, input_ND: Tensor) -> None:
         """Write a chunk's input gradient, in blocks of the plan's rows."""
         s_C, rest_C = piece.rows.s, piece.rows.rest
         if self._product is None:
@@ -358,18 +340,17 @@ class CrossEntropy(Exponentials):
             part = slice(piece.part.start + at.start, piece.part.start + at.stop)
             product_CD, (out, to_C) = self._product[: at.stop - at.start], self.places(input_ND, part)
             self.input_product(part, e_CV[at], self.weight_VD, product_CD, add=False)
-            finish_input_grad(
-                product_CD, out, self.weight_VD, s_C[at], piece.y_C[at], rest_C[at],
-                even=self.terms.even(factor_C[at]), to_C=to_C, used=self.used(part),
-            )  # fmt: skip
+            self.put_even_parts(product_CD, s_C[at], part)
+            of_rows = s_C[at], piece.y_C[at], rest_C[at]
+            finish_input_grad(product_CD, out, self.weight_VD, *of_rows, to_C=to_C, used=self.used(part))
 
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
-        self._factor_n, self._into, self.known = factor_n, into, known
-        self._begin_even(into)
+        self._factor_n, self.known = factor_n, known
         self._numbers = self._new(4 * self.plan.chunk_rows)
+        self._begin_even_parts()
         self.recompute(into)
-        self._put_even(into, add=True)
+        self._add_even_parts(into)
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""
@@ -377,9 +358,9 @@ class CrossEntropy(Exponentials):
         piece.y_C, piece.rows = self.y_n[part], self._numbers[: 4 * C].view(4, C)
         exp_rows.prepare_rows(
             self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self._factor_n[part],
-            self._terms(part), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
+            self.transform, self.terms.rows(part), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
         )  # fmt: skip
-        self._add_even(piece, self._into)
+        self._see_even_parts(piece)
         s_C: Tensor = piece.rows[2]
         return s_C
 
@@ -390,36 +371,31 @@ class CrossEntropy(Exponentials):
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
         """See `Exponentials.finish_input`."""
-        (s_C, rest_C), even = piece.rows[2:], self.terms.even(self._factor_n[piece.part])
-        finish_input_grad(
-            product_CD, out, self.weight_VD, s_C, piece.y_C, rest_C, even=even, to_C=to_C, used=self.used(piece.part)
-        )
+        of_rows = piece.rows[2], piece.y_C, piece.rows[3]
+        self.put_even_parts(product_CD, piece.rows[2], piece.part)
+        finish_input_grad(product_CD, out, self.weight_VD, *of_rows, to_C=to_C, used=self.used(piece.part))
 
-    def _begin_even(self, into: Gradients) -> None:
-        """Begin label smoothing's part of the gradients."""
-        if into.weight_VD is not None and not self.plan.chunks:
-            into.weight_VD.zero_()
-        if self.terms.uniform_D is not None and self.plan.chunks and self.width:
-            self._even_D, self._even_n = torch.zeros_like(self.terms.uniform_D), self._factor_n.where(self.y_n >= 0, 0)
+    def _begin_even_parts(self) -> None:
+        """Begin label smoothing's part of the gradients: of each row m g times the share, and the sum of those rows."""
+        if self.u_D is not None:
+            self._even_n = self._scaled_by(self._factor_n.where(self.y_n >= 0, 0)) * self.share
+            self._even_D = torch.zeros_like(self.u_D)
 
-    def _add_even(self, piece: Piece, into: Gradients) -> None:
-        """Add a chunk's hidden states, before they are scaled in place."""
-        if self._even_D is not None and into.weight_VD is not None:
+    def _see_even_parts(self, piece: Piece) -> None:
+        if self.u_D is not None:
             exp_rows.add_column_sums(piece.x_CD, self._even_n[piece.part], self._even_D, self.used(piece.part))
 
-    def _put_even(self, into: Gradients, *, add: bool) -> bool:
-        """Put it into the gradients; return whether the weight's holds something now, as it does with ``add``."""
-        terms, q = self.terms, self.q_V
-        if self._even_D is None:
-            return add
-        share = -terms.smoothing / terms.vocab * (1.0 if terms.scale is None else terms.scale)
-        if into.bias_V is not None:
-            share_of_all = self._even_n.sum() * share
-            into.bias_V += share_of_all if q is None else share_of_all * q
-        if into.weight_VD is None:
-            return add
-        _put_outer(q, self._even_D * share, into.weight_VD, add=add)
-        return True
+    def put_even_parts(self, product_CD: Tensor, s_C: Tensor, part: slice) -> None:
+        """Add it to ``E W``, before this is multiplied by s."""
+        if self.u_D is not None:
+            product_CD.addr_((self._even_n[part] / s_C).where(s_C != 0, 0), self.u_D)
+
+    def _add_even_parts(self, into: Gradients) -> None:
+        """Add it to the gradients of weight and bias, without a float32 copy: in float32, rounded once."""
+        if self.u_D is not None and into.weight_VD is not None:
+            torch.addcmul(into.weight_VD, self.q_V[:, None], self._even_D, out=into.weight_VD)
+        if self.u_D is not None and into.bias_V is not None:
+            into.bias_V += self._even_n.sum() * self.q_V
 
 
 def aligned_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -429,25 +405,12 @@ def aligned_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
-    """Return ``sum_v q_v w_v`` in float32, without a float32 copy of the weight."""
-    V, D = w_VD.shape
-    if not V:  # a rank without classes
-        return w_VD.new_zeros(D, dtype=torch.float32)
-    weights = [w_VD.new_ones(V)]
-    if q_V is not None:  # what adds up to it, to all the digits that float32 has
-        first = q_V.to(w_VD.dtype)
-        second = (q_V - first).to(w_VD.dtype)
-        weights = [first, second, (q_V - first - second).to(w_VD.dtype)]
-    out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
-    matmul_into(torch.stack(weights), w_VD, out, add=False)
+def weighted_sum(q_V: Tensor, w_VD: Tensor) -> Tensor:
+    """Return ``sum_v q_v w_v`` in float32, without a float32 copy of ``w_VD``."""
+    first = q_V.to(w_VD.dtype)  # and what adds up to it, to all the digits that float32 has
+    second = (q_V - first).to(w_VD.dtype)
+    parts = torch.stack((first, second, (q_V - first - second).to(w_VD.dtype)))
+    out = q_V.new_zeros(3, w_VD.shape[1])
+    if len(q_V):  # a rank may have no classes
+        matmul_into(parts, w_VD, out, add=False)
     return out.sum(0)
-
-
-def _put_outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, *, add: bool) -> None:
-    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: in float32, rounded once."""
-    left = x_D.new_ones(len(out_VD), 1) if q_V is None else q_V[:, None]
-    if add:
-        torch.addcmul(out_VD, left, x_D, out=out_VD)
-    else:
-        torch.mul(left, x_D, out=out_VD)

@@ -17,9 +17,7 @@ from lowtide.head.exponentials.losses import CrossEntropy, Exponentials, Piece, 
 from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_rows
-from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
-from lowtide.head.kernels.gradient_gemms_hopper import room_for
-from lowtide.head.kernels.input_rows_hopper import Room
+from lowtide.head.kernels.gradient_gemms_hopper import Room, room_for
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.rows import input_is_copied, slices
@@ -108,17 +106,17 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         # E W of a whole chunk, which is summed over the ranks before it is rounded
         super().__init__(head, loss, replace(plan, product_rows=plan.chunk_rows))
-        self._piece_rows, self.own_n = plan.product_rows, loss.own_n
+        self._piece_rows = plan.product_rows
 
     def _begun(self, rows: int, found: Tensor) -> Iterator[Piece]:
         """See `CrossEntropy._begun`; those of a chunk are yielded when all have their E, for they share its memory."""
         piece_rows = self._piece_rows if self.plan.schedule == "chunks" else rows
         self._sums, of_all = self._new(piece_rows, self.tiles), self._begin_all_targets()
         pieces = self.pieces(piece_rows if self._e is None else rows, piece_rows)
-        pieces = map(partial(self._begin_targets, of_all), pieces)
+        pieces = map(partial(self._begin_targets, of_all, found), pieces)
         if of_all is None:
             pieces = ahead(pieces)
-        pieces = map(partial(self._begin_sums, found), pieces)
+        pieces = map(self._begin_sums, pieces)
         if self._e is None:
             yield from ahead(pieces)
             return
@@ -128,43 +126,36 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
             while piece.closes and of_chunk:
                 yield of_chunk.pop(0)
 
-    def _allocate(self, rows: int) -> None:
-        super()._allocate(rows)
-        self._x = None  # hidden states of two pieces are here at once
-
-    def _terms(self, part: slice) -> RowTerms:
-        return self.terms._replace(own_weight=None if self.own_n is None else self.own_n[part])
-
     def _begin_all_targets(self) -> Callable[[], Tensor] | None:
         """Begin to exchange all targets' logits at once where all hidden states are here; None: piece by piece."""
         x, n = self.head.input, len(self.y_n)
         if self.ranks.spread or self.index is not None or input_is_copied(x, self.head.dtype) or not n:
             return None
-        whole = Part(part=slice(0, n), at=slice(0, n), closes=True, x_CD=x.view(n, -1), y_C=self.y_n)
-        targets = self._new(2 if self.terms.smoothing else 1, n)
-        self._write_target_logits(whole, (targets, self.y_n.new_empty(1)))
+        targets, count = self._new(n), self.y_n.new_empty(1)
+        exp_rows.target_logits(x.view(n, -1), self.weight_VD, self.y_n, self.transform, targets, count)
         return cache(self._begin_sum_of(targets))
 
     def _begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
         gathered = self.ranks.begin_gather(x)
         return lambda: gathered.get().sum(0)
 
-    def _begin_targets(self, of_all: Callable[[], Tensor] | None, piece: Part) -> Part:
-        """Begin to exchange the targets' logits, and with smoothing the weighted sums of all logits [1 or 2, C]."""
+    def _begin_targets(self, of_all: Callable[[], Tensor] | None, found: Tensor, piece: Part) -> Part:
+        """Begin to exchange the targets' logits."""
         part = piece.part
         piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get(), self.head.dtype), self.y_n[part]
-        piece.memory = self._new_memory(len(piece.y_C))
+        piece.rows = self._reports(piece, found)
         if of_all is None:
-            self._write_target_logits(piece, piece.memory)
-            piece.received = self._begin_sum_of(piece.memory[0])
+            self._write_target_logits(piece)
+            piece.received = self._begin_sum_of(piece.rows.target_logit)
         else:
-            piece.received = lambda: of_all()[:, part]
-            piece.memory[-1].zero_()
+            piece.received = lambda: of_all()[part]
+            piece.rows.listed_count.zero_()
         return piece
 
-    def _begin_sums(self, found: Tensor, piece: Part) -> Part:
+    def _begin_sums(self, piece: Part) -> Part:
         """Build a piece's E, or its sums alone, and begin to exchange these."""
-        self._write_exponentials(piece, (piece.received(), *piece.memory[1:]), found)
+        piece.rows = piece.rows._replace(target_logit=piece.received())
+        self._write_exponentials(piece)
         mine, of_rows = self._new(1, len(piece.y_C)), (piece.sums, piece.y_C, piece.rows)
         if self.width:
             exp_rows.sum_rows(*of_rows, mine, e_CV=self._e_of(piece.at), used=self.used(piece.part))
@@ -184,7 +175,7 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
         if e_CV is not None:
             super()._shift(piece, e_CV, find_highest)
 
-    def _add_input(self, piece: Piece, e_CV: Any, factor_C: Tensor, input_ND: Tensor) -> None:  # noqa: ARG002
+    def _add_input(self, piece: Piece, e_CV: Any, input_ND: Tensor) -> None:  # noqa: ARG002
         """Begin to sum this rank's part of a piece's input gradient."""
         assert self._product is not None
         product_CD, rows, part = self._product[piece.at], piece.rows, piece.part
@@ -194,9 +185,9 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
             product_CD.zero_()
         else:
             self.input_product(part, e_CV, self.weight_VD, product_CD, add=False)
-            even = self.terms.even(factor_C)
-            finish_input_grad(
-                product_CD, product_CD, self.weight_VD, rows.s, piece.y_C, rows.rest, even=even, used=self.used(part)
+            self.put_even_parts(product_CD, rows.s, part)
+            exp_rows.finish_input_grad(
+                product_CD, product_CD, self.weight_VD, rows.s, piece.y_C, rows.rest, used=self.used(part)
             )
         self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index, self._into))
 

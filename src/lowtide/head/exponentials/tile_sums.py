@@ -12,7 +12,7 @@ from lowtide.head.call import Head
 from lowtide.head.exponentials.losses import Exponentials, Piece
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import stats
-from lowtide.head.kernels.exp_terms import finish_input_grad
+from lowtide.head.kernels.exp_rows import finish_input_grad
 from lowtide.head.kernels.gemm import gemm_tiles
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
@@ -58,7 +58,7 @@ class TileStatistics(Exponentials):
     def _numbers_of(self, x_CD: Tensor, part: slice, y_CK: Tensor, found: dict[str, Tensor]) -> None:
         """Write a piece's statistics, of the classes here."""
         w_VD, transform, used = self.weight_VD, self.transform, self.used(part)
-        gemm_tiles(stats.tile_stats, x_CD, w_VD, None, self.sums, transform, self.config, used=used)
+        gemm_tiles(stats.tile_stats, x_CD, w_VD, None, self.sums, transform, used=used)
         stats.merge_stats(
             self.sums, stats.RowStats(**found), y_CK, x_CD, w_VD, transform=transform,
             first_class=self.head.ranks.first, vocab=self.head.ranks.vocab, used=used,
@@ -67,8 +67,6 @@ class TileStatistics(Exponentials):
     def gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
         """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""
         self.gradient = gradient_of(self.head, self.y_nK, known, g)
-        if into.weight_VD is not None and not self.plan.chunks:
-            into.weight_VD.zero_()
         self.recompute(into)
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
@@ -84,7 +82,7 @@ class TileStatistics(Exponentials):
         """See `Exponentials.fill`."""
         transform = self.transform.of_classes(slice(first_class, first_class + len(w_BD)))
         used = self.used(piece.part)
-        gemm_tiles(stats.gradient_tile, piece.x_CD, w_BD, e_CB, piece.rows, transform, self.config, used=used)
+        gemm_tiles(stats.gradient_tile, piece.x_CD, w_BD, e_CB, piece.rows, transform, used=used)
         stats.put_entries(e_CB, piece.rows, self.head.ranks.first + first_class, used)
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:

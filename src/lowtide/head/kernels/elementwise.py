@@ -1,7 +1,6 @@
-"""Single passes over tokens or gradients: select the valid tokens, put them first, take their hidden states; scale a
-gradient.
+"""Single passes over tokens or gradients: select the valid tokens, put them first; scale a gradient.
 
-N tokens, c rows of a piece of a chunk, V vocabulary.
+N tokens, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -11,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.exp_terms import block_of
-from lowtide.head.kernels.gemm import Used, counted_rows, rows_in_tiles
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 SELECT_BLOCK, SCALE_BLOCK = 1024, 4096
@@ -21,9 +18,8 @@ SCALE_PROGRAMS = 16  # a multiprocessor
 
 @Launcher
 @triton.jit(do_not_specialize=["N", "ignore_index"])  # type: ignore[untyped-decorator]
-def _select(target_ptr, weights, out, N, V, ignore_index, shard, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    token_weight_ptr, class_weight_ptr = weights
-    y_ptr, unit_ptr, counted_ptr, number_ptr = out
+def _select(target_ptr, weight_ptr, out, N, V, ignore_index, shard, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    y_ptr, unit_ptr, number_ptr = out
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     target = tl.load(target_ptr + i, mask=inside, other=0)
@@ -31,19 +27,15 @@ def _select(target_ptr, weights, out, N, V, ignore_index, shard, BLOCK: tl.const
     is_class = (target >= 0) & (target < V)
     y = tl.where(is_class, target, 0)
     unit = tl.full((BLOCK,), 1.0, tl.float32)
-    if token_weight_ptr is not None:
-        unit = tl.load(token_weight_ptr + i, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        unit = tl.load(weight_ptr + i, mask=inside, other=0.0)
     unit = tl.where(is_class, unit, float("nan"))
-    counted = tl.full((BLOCK,), 1.0, tl.float32)
-    if class_weight_ptr is not None:
-        counted = tl.load(class_weight_ptr + y)
     if shard is not None:
         first, width, elsewhere = shard
         y -= first
         y = tl.where((y >= 0) & (y < width), y, elsewhere)
     tl.store(y_ptr + i, tl.where(kept, y, -1).to(tl.int32), mask=inside)
     tl.store(unit_ptr + i, tl.where(kept, unit, 0.0), mask=inside)
-    tl.store(counted_ptr + tl.program_id(0), tl.sum(tl.where(kept, counted, 0.0), 0))
     tl.store(number_ptr + tl.program_id(0), tl.sum(kept.to(tl.int32), 0))
 
 
@@ -75,7 +67,7 @@ def _put_valid_first(y_ptr, unit_ptr, number_ptr, out, N, blocks, BLOCK: tl.cons
 
 
 def select(
-    target_N: Tensor, V: int, ignore_index: int, token_weight_N: Tensor | None, class_weight_V: Tensor | None,
+    target_N: Tensor, V: int, ignore_index: int, token_weight_N: Tensor | None,
     shard: tuple[int, int, int] | None = None,
 ) -> "Selection":  # fmt: skip
     """Return what is known of tokens with these contiguous int64 targets.
@@ -87,12 +79,10 @@ def select(
     N = target_N.numel()
     blocks = triton.cdiv(N, SELECT_BLOCK)
     y_N = torch.empty(N, dtype=torch.int32, device=target_N.device)
-    floats = torch.empty(N + blocks, dtype=torch.float32, device=target_N.device)
-    numbers = torch.empty(blocks, dtype=torch.int32, device=target_N.device)
+    found = Selection(y_N, torch.empty_like(y_N, dtype=torch.float32), y_N.new_empty(blocks))
     if N:
-        weights, out = (token_weight_N, class_weight_V), (y_N, floats, floats[N:], numbers)
-        _select[(blocks,)](target_N, weights, out, N, V, ignore_index, shard, BLOCK=SELECT_BLOCK)
-    return Selection(y_N, floats[:N], floats[N:], numbers)
+        _select[(blocks,)](target_N, token_weight_N, tuple(found), N, V, ignore_index, shard, BLOCK=SELECT_BLOCK)
+    return found
 
 
 class Selection(NamedTuple):
@@ -100,7 +90,6 @@ class Selection(NamedTuple):
 
     y_N: Tensor
     unit_N: Tensor
-    counted: Tensor  # parts of the mean's denominator
     numbers: Tensor  # int32: how many tokens of each block are valid
 
     def valid_first(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,7 +97,7 @@ class Selection(NamedTuple):
 
         That is each row's place among the tokens (int64 [N]), and how many tokens are valid (int32 [1]).
         """
-        y_N, unit_N, _, numbers = self
+        y_N, unit_N, numbers = self
         N, new = y_N.numel(), torch.empty_like
         index = new(y_N, dtype=torch.int64)
         count = (y_N.new_empty if N else y_N.new_zeros)(1)
@@ -121,50 +110,7 @@ class Selection(NamedTuple):
 
 def valid_first(kept_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the places of tokens, those that are ``kept_N`` (bool) first, and how many they are (int32 [1])."""
-    return select(torch.where(kept_N, 0, -1), 1, -1, None, None).valid_first()[2:]
-
-
-@Launcher
-@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _take_counted(x_ptr, axes, index_ptr, out_ptr, used, C, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `take_counted`: a program per row."""
-    inner, outer_stride, stride = axes
-    i = tl.program_id(0).to(tl.int64)
-    if i < rows_in_tiles(used, C):
-        token = tl.load(index_ptr + i)
-        row_ptr = x_ptr + token // inner * outer_stride + token % inner * stride
-        extent = tl.where(i < counted_rows(used, C), D, 0)
-        for d in range(0, D, BLOCK):
-            at = d + tl.arange(0, BLOCK)
-            x = tl.load(row_ptr + at, mask=at < extent, other=0.0)
-            tl.store(out_ptr + i * D + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
-
-
-def take_counted(x: Tensor, index_C: Tensor, used: Used, out_CD: Tensor) -> None:
-    """Write the hidden states of the tokens ``index_C`` of [..., D] into ``out_CD`` (contiguous), in its dtype.
-
-    Those of `Used`; zeros in the rest of the last tile that has any, and nothing beyond.
-    """
-    axes, (C, D) = _two_axes(x), out_CD.shape
-    if axes is None:
-        x = x.contiguous()
-        axes = _two_axes(x)
-    if C:
-        _take_counted[(C,)](x, axes, index_C, out_CD, used, C, D, BLOCK=block_of(D), num_warps=4)
-
-
-def _two_axes(x: Tensor) -> tuple[int, int, int] | None:
-    """Return (size of the inner axis of tokens, stride of the outer, stride of the inner), None if they are more."""
-    axes: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if axes and axes[-1][1] == size * stride:
-            axes[-1] = (axes[-1][0] * size, stride)
-        elif size != 1:
-            axes.append((size, stride))
-    if len(axes) > 2 or x.stride(-1) != 1:
-        return None
-    (_, outer), (inner, stride) = ((0, 0), (1, 0), *axes)[-2:]
-    return inner, outer, stride
+    return select(torch.where(kept_N, 0, -1), 1, -1, None).valid_first()[2:]
 
 
 @Launcher

@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.gemm import LOG2E, LogitTransform, finish_logits, gathered_logits, halves, matrix
+from lowtide.head.kernels import gemm
+from lowtide.head.kernels.gemm import (
+    LOG2E,
+    LogitTransform,
+    finish_logits,
+    gathered_logits,
+    halves,
+    matrix,
+)
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 
@@ -162,8 +169,7 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
 
 def shifted_exp_logits(
     x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, listed: tuple[Tensor, Tensor],
-    transform: LogitTransform, config: GemmConfig, *,
-    find_highest: tuple[bool, ...] = (True, False),
+    transform: LogitTransform, *, find_highest: tuple[bool, ...] = (True, False),
 ) -> None:  # fmt: skip
     """Recompute, relative to their highest logit, the rows whose numbers are ``listed``: a list, and how long it is.
 
@@ -175,6 +181,6 @@ def shifted_exp_logits(
     programs = multiprocessors(x_CD.device)
     for is_search in find_highest:
         _shifted_exp_logits[(programs,)](
-            *(matrix(x)[:2] for x in (x_CD, w_VD, e_CV)), rows, *listed, transform, *w_VD.shape, CONFIG=config,
+            *(matrix(x)[:2] for x in (x_CD, w_VD, e_CV)), rows, *listed, transform, *w_VD.shape, CONFIG=gemm.CONFIG,
             PROGRAMS=programs, FIND_HIGHEST=is_search, num_stages=3, num_warps=8,
         )  # fmt: skip

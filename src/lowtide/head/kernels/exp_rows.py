@@ -1,15 +1,13 @@
 """The operations between the GEMMs of the exponential path: a program per row, over [C, D] or [C], never [C, V].
 
 C rows of a chunk, of which those that are `Used` are computed, D hidden size, V vocabulary, P tiles across it, W
-ranks. With r the sum of exp(z_v - R) over the
-classes other than the target, R the row's reference (the target's logit t, or where that overflows the highest one),
-e = exp(t - R), a = label smoothing, u = z_loss, q class weights (else 1) and Q their sum, m the logit scale, g the
-token's factor:
+ranks. With r the sum of exp(z_v - R) over the classes other than the target, R the row's reference (the target's logit
+t, or where that overflows the highest one), e = exp(t - R), u = z_loss, m the logit scale, g the token's factor; with
+own = (1 - a) q_y and spread = a Q / V of label smoothing a and class weights q, which sum to Q (else 1 and 0):
 
-    lse = R + log(r + e)         k = (1 - a) q_y + a Q / V + 2 u lse            s = m g k / (r + e)
-    loss = (1 - a) q_y (lse - t) + (a / V) (Q lse - sum_v q_v z_v) + u lse^2
-    coefficient at the target = f_y ((a Q / V + 2 u lse) e - (1 - a) q_y r) / k,     f_y = 1 - (t / softcap)^2
-    dX = s (E W) - m g (a / V) sum_v q_v w_v
+    lse = R + log(r + e)         k = own + spread + 2 u lse         s = m g k / (r + e)
+    loss = own (lse - t) + spread lse + u lse^2                     dX = s (E W)
+    coefficient at the target = f_y ((spread + 2 u lse) e - own r) / k,     f_y = 1 - (t / softcap)^2
 
 Where each rank holds some of the classes, t is every rank's, and each sends the logsumexp less t of its own classes,
 the target left out. A row whose sum left the safe range on this rank gets it from its highest logit, which is found
@@ -29,19 +27,38 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
-from lowtide.head.kernels.exp_terms import RowTerms, block_of, dot, out_of_range, row_weights, scaled_row
-from lowtide.head.kernels.gemm import ALL, Used, counted_rows, finish_logits, matrix, rows_in_tiles
-from lowtide.kernel_launch import Launcher
+from lowtide.head.kernels.gemm import (
+    ALL,
+    LogitTransform,
+    Used,
+    counted_rows,
+    finish_logits,
+    matrix,
+    rows_in_tiles,
+)
+from lowtide.kernel_launch import Launcher, power_of_2
 
+MOST = tl.constexpr(2.0**62)  # a sum above it, and its square or its row's s would leave float32's range
 LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, would leave float32's range
 TO_BLAME = tl.constexpr(2.0**8)
+
+
+class RowTerms(NamedTuple):
+    """What a loss has beside the cross entropy."""
+
+    own: Tensor | None = None  # float32 [C]; None: 1
+    spread: Tensor | None = None  # 0-d float32; None: 0
+    z_loss: float = 0.0
+
+    def rows(self, part: slice) -> "RowTerms":
+        """Return those of some of the rows."""
+        return self if self.own is None else self._replace(own=self.own[part])
 
 
 class Reports(NamedTuple):
     """What is known of each row of a chunk [C], float32 but for the three integers."""
 
     target_logit: Tensor
-    uniform_logit: Tensor  # sum_v q_v z_v, with smoothing
     loss: Tensor
     lse: Tensor
     miss: Tensor  # lse - t
@@ -50,6 +67,49 @@ class Reports(NamedTuple):
     highest: Tensor  # int32: see to_ordered
     listed: Tensor  # int32: rows to be done again
     listed_count: Tensor  # int32 [1]: how many
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def dot(x_ptr, w_ptr, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two rows of length D, in float32."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+        total += x * tl.load(w_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+    return tl.sum(total, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write s x, and 0 where s is 0, whatever x holds."""
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+        x = tl.where(s == 0.0, 0.0, x * s)
+        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
+
+
+@triton.jit
+def _weights(i, lse, terms):  # type: ignore[no-untyped-def]
+    """(own, spread + 2 u lse, their sum k): what multiplies the target's share and the whole softmax.
+
+    Where the two cancel, k is a small number in place of 0: the row's gradient is divided by it, and multiplied again.
+    """
+    own = tl.full((), 1.0, tl.float32)
+    if terms.own is not None:
+        own = tl.load(terms.own + i)
+    spread = 2.0 * terms.z_loss * lse
+    if terms.spread is not None:
+        spread += tl.load(terms.spread)
+    k = own + spread
+    return own, spread, tl.where((k == 0.0) & (own != 0.0), own * 2.0**-24, k)
+
+
+@triton.jit
+def _out_of_range(r, t):  # type: ignore[no-untyped-def]
+    """Whether a sum relative to t left the range in which all of this is safe."""
+    return ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -86,7 +146,7 @@ def _list(rows, i):  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _target_logits(  # type: ignore[no-untyped-def]
-    x, w, y_ptr, t_ptr, uniform_ptr, count_ptr, used, terms, C, width, BLOCK: tl.constexpr
+    x, w, y_ptr, t_ptr, count_ptr, used, transform, C, width, BLOCK: tl.constexpr
 ):
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
@@ -98,15 +158,7 @@ def _target_logits(  # type: ignore[no-untyped-def]
     if (y < 0) | (y >= width):
         tl.store(t_ptr + i, 0.0)
     else:
-        tl.store(t_ptr + i, finish_logits(dot(x, w_ptr + y * w_stride, D, BLOCK), y, width, terms))
-    if terms.uniform_D is not None:
-        if y < 0:
-            tl.store(uniform_ptr + i, 0.0)
-        else:
-            z = dot(x, terms.uniform_D, D, BLOCK) + tl.load(terms.uniform_bias)
-            if terms.scale is not None:
-                z *= tl.load(terms.scale)
-            tl.store(uniform_ptr + i, z)
+        tl.store(t_ptr + i, finish_logits(dot(x, w_ptr + y * w_stride, D, BLOCK), y, width, transform))
 
 
 @Launcher
@@ -128,7 +180,7 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BL
             kept = tl.load(y_ptr + i) >= 0
             tl.store(sent_ptr + i, tl.where(kept, tl.log(r), float("-inf")))
             if kept:
-                if out_of_range(r, t):
+                if _out_of_range(r, t):
                     tl.store(rows.highest + i, to_ordered(t))
                     _list(rows, i)
             elif (r != 0.0) & (i < rows_in_tiles(used, C)):  # noqa: SIM102 (decided when run, the other when compiled)
@@ -139,8 +191,8 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BL
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _finish_rows(  # type: ignore[no-untyped-def]
-    sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, used, terms, C, RANKS: tl.constexpr, SHIFTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, used, transform, terms, C, RANKS: tl.constexpr,
+    SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sum_ptr, sum_stride, parts = sums
     x_ptr, x_stride, D = x
@@ -188,26 +240,23 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             e_y = tl.exp(t - reference)
             miss = (reference - t) + tl.log(r + e_y)
             lse = reference + tl.log(r + e_y)
-        own, spread, k = row_weights(i, y, lse, terms)
+        own, spread, k = _weights(i, lse, terms)
         loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
-        if terms.uniform_D is not None:
-            Q = 1.0 * terms.vocab
-            if terms.total_class_weight is not None:
-                Q = tl.load(terms.total_class_weight)
-            loss += terms.smoothing / terms.vocab * (Q * lse - tl.load(rows.uniform_logit + i))
+        if terms.spread is not None:
+            loss += tl.load(terms.spread) * lse
         tl.store(rows.loss + i, tl.where(kept, loss, 0.0))
         tl.store(rows.lse + i, tl.where(kept, lse, 0.0))
         tl.store(rows.miss + i, tl.where(kept, miss, 0.0))
-        wrong = out_of_range(r, t)
+        wrong = _out_of_range(r, t)
         if g_ptr is not None:
             weight = tl.load(g_ptr + i) * k
-            if terms.scale is not None:
-                weight *= tl.load(terms.scale)
+            if transform.scale is not None:
+                weight *= tl.load(transform.scale)
             s = tl.where(kept & (k != 0.0), weight / (r + e_y), 0.0)
             wrong = wrong | ((r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0))
             c = tl.where(k == 0.0, 0.0, (spread * e_y - own * r) / k)
-            if terms.softcap is not None:
-                c *= 1.0 - (t / terms.softcap) * (t / terms.softcap)
+            if transform.softcap is not None:
+                c *= 1.0 - (t / transform.softcap) * (t / transform.softcap)
             tl.store(rows.s + i, s)
             if e_ptr is None:
                 tl.store(rows.rest + i, 0.0)
@@ -222,10 +271,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
                         _zero_row(row, V, BLOCK)
                 tl.store(rows.rest + i, tl.where(here, c - stored.to(tl.float32), 0.0))
             if scaled_ptr is not None:
-                extent = D
-                if not SHIFTED:  # it may be written over x, from which a listed row is still computed
-                    extent = tl.where(kept & wrong, 0, D)
-                scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, extent, BLOCK)
+                scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
         if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
                 if not RANKS:
@@ -236,8 +282,9 @@ def _finish_rows(  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _prepare_rows(  # type: ignore[no-untyped-def]
-    lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, plane, used, terms, C, width, BLOCK: tl.constexpr
-):
+    lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, plane, used, transform, terms, C, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Split s in a power of two, exact on x, and the rest, put into E."""
     x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
@@ -247,17 +294,17 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
     kept = y >= 0
     lse = tl.load(lse_ptr + i)
     miss = tl.load(miss_ptr + i)
-    own, spread, k = row_weights(i, tl.where(kept, y, 0), lse, terms)
+    own, spread, k = _weights(i, lse, terms)
     weight = tl.load(g_ptr + i) * k
-    if terms.scale is not None:
-        weight *= tl.load(terms.scale)
+    if transform.scale is not None:
+        weight *= tl.load(transform.scale)
     weight = tl.where(kept & (k != 0.0), weight, 0.0)
     power = (weight.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # sign and exponent
     power = tl.where(tl.abs(power) < float("inf"), power, weight)
     part = tl.where((power == 0.0) | (power == weight), 1.0, weight / power)
     c = (spread * tl.exp(-miss) + own * expm1(-miss)) / tl.where(k == 0.0, 1.0, k)
-    if terms.softcap is not None:
-        t = (lse - miss) / terms.softcap
+    if transform.softcap is not None:
+        t = (lse - miss) / transform.softcap
         c *= 1.0 - t * t
     c = tl.where(kept & (k != 0.0), c * part, 0.0)
     at = numbers_ptr + i
@@ -287,16 +334,43 @@ def _add_column_sums(e, s_ptr, out_ptr, used, C, ROWS: tl.constexpr, COLUMNS: tl
     tl.store(out_ptr + column, out, mask=column < V)
 
 
+@Launcher
+@triton.jit(do_not_specialize=["first_class", "C"])  # type: ignore[untyped-decorator]
+def _finish_input_grad(  # type: ignore[no-untyped-def]
+    product_ptr, out_ptr, to_ptr, w, s_ptr, targets, used, C, first_class, V, D, BLOCK: tl.constexpr
+):
+    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k)."""
+    y_ptr, y_stride, rest_ptr, K = targets
+    w_ptr, w_stride, _ = w
+    i = tl.program_id(0).to(tl.int64)
+    to = i
+    if to_ptr is not None:
+        to = tl.load(to_ptr + i)
+    out_ptr += to * D
+    counts = i < counted_rows(used, C)  # otherwise the product was not computed, and the row is 0
+    s = tl.where(counts, tl.load(s_ptr + i), 0.0)
+    end = tl.where(counts, D, 0)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        grad = tl.load(product_ptr + i * D + at, mask=at < end, other=0.0)
+        for k in range(K):
+            y = tl.load(y_ptr + i * y_stride + k).to(tl.int64) - first_class
+            here = counts & (y >= 0) & (y < V)
+            rest = tl.where(here, tl.load(rest_ptr + i * K + k), 0.0)
+            w_row = w_ptr + tl.where(here, y, 0) * w_stride
+            extent = tl.where(rest == 0.0, 0, D)  # where nothing was lost infinity times 0 would be NaN
+            grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
+        grad = tl.where(s == 0.0, 0.0, grad * s)
+        tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask=at < D)
+
+
 def target_logits(
-    x_CD: Tensor, w_VD: Tensor, y_C: Tensor, terms: RowTerms, logit_C: Tensor, uniform_C: Tensor, count: Tensor,
+    x_CD: Tensor, w_VD: Tensor, y_C: Tensor, transform: LogitTransform, logit_C: Tensor, count: Tensor,
     used: Used = ALL,
 ) -> None:  # fmt: skip
-    """Write each row's target logit, cap and all, 0 where its class is elsewhere or it is ignored; 0 to ``count``.
-
-    With smoothing also ``uniform_C``, the weighted sum m (x . uniform_D + uniform_bias) of this rank's logits.
-    """
+    """Write each row's target logit, cap and all, 0 where its class is elsewhere or it is ignored; 0 to ``count``."""
     _target_logits[(len(x_CD),)](
-        matrix(x_CD), matrix(w_VD), y_C, logit_C, uniform_C, count, used, terms, len(x_CD), len(w_VD),
+        matrix(x_CD), matrix(w_VD), y_C, logit_C, count, used, transform, len(x_CD), len(w_VD),
         BLOCK=block_of(x_CD.shape[1]), num_warps=4,
     )  # fmt: skip
 
@@ -318,28 +392,28 @@ def sum_rows(
 
 
 def finish_rows(
-    sums: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor | None, rows: Reports, terms: RowTerms, *,
-    e_CV: Tensor | None = None, scaled_CD: Tensor | None = None, shifted: bool = False, used: Used = ALL,
+    sums: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor | None, rows: Reports, transform: LogitTransform,
+    terms: RowTerms, *, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None, shifted: bool = False,
+    used: Used = ALL,
 ) -> None:  # fmt: skip
     """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
 
     That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
     list, which is empty before. ``sums`` are the GEMM's [C, P], or every rank's from `sum_rows` [W, 1, C], contiguous;
-    ``rows`` hold the target's logit, and with smoothing the weighted sum of all logits, and take the results.
-    ``e_CV`` is given with a factor, where this rank has classes; ``scaled_CD`` may be ``x_CD`` itself. With
-    ``shifted`` the listed rows alone are done:
-    relative to their highest logit, or to every rank's logsumexp.
+    ``rows`` hold the target's logit, and take the results. ``e_CV`` is given with a factor, where this rank has
+    classes. With ``shifted`` the listed rows alone are done: relative to their highest logit, or to every rank's
+    logsumexp.
     """
     (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](
         (sums, sums.stride(0), sums.shape[0 if several else 1]), y_C, factor_C, matrix(x_CD), scaled_CD, matrix(e_CV),
-        rows, used, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
+        rows, used, transform, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
 def prepare_rows(
-    lse_C: Tensor, miss_C: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor, terms: RowTerms, width: int,
-    numbers_4C: Tensor, *, scaled_CD: Tensor | None, used: Used = ALL,
+    lse_C: Tensor, miss_C: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor, transform: LogitTransform,
+    terms: RowTerms, width: int, numbers_4C: Tensor, *, scaled_CD: Tensor | None, used: Used = ALL,
 ) -> None:  # fmt: skip
     """From known lse and lse - t, write what E is recomputed with, so that s and s x are exact.
 
@@ -348,8 +422,8 @@ def prepare_rows(
     """
     C, D = x_CD.shape
     _prepare_rows[(C,)](
-        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, numbers_4C.stride(0), used, terms,
-        C, width, BLOCK=block_of(D), num_warps=4,
+        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, numbers_4C.stride(0), used, transform,
+        terms, C, width, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -357,3 +431,27 @@ def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor, used: Used = ALL) 
     """Add ``sum_i s_i E_iv`` to ``out_V``, float32."""
     C, V = e_CV.shape
     _add_column_sums[(triton.cdiv(V, 128),)](matrix(e_CV), s_C, out_V, used, C, ROWS=32, COLUMNS=128, num_warps=4)
+
+
+def finish_input_grad(
+    product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, s_C: Tensor, y_CK: Tensor, rest_CK: Tensor, first_class: int = 0,
+    to_C: Tensor | None = None, used: Used = ALL,
+) -> None:  # fmt: skip
+    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32).
+
+    With ``to_C`` (int64) each row goes to its place in ``out``, which may have more. Rows that are not `Used` are 0.
+
+    What the targets' entries lost in rounding, [C] or [C, K] and contiguous, is added where ``w_VD``, of the classes
+    from ``first_class`` on, has theirs. Where a row is ignored s is 0.
+    """
+    (C, D), V = product_CD.shape, len(w_VD)
+    K = (rest_CK.shape[1] if rest_CK.dim() > 1 else 1) if V else 0  # there may be room for more rows
+    _finish_input_grad[(C,)](
+        product_CD, out_CD, to_C, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), used, C, first_class, V, D,
+        BLOCK=block_of(D), num_warps=4,
+    )  # fmt: skip
+
+
+def block_of(D: int) -> int:
+    """Return how many numbers of a row of D a program takes at a time."""
+    return min(1024, max(64, power_of_2(D)))

@@ -5,6 +5,7 @@ C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. P
 unit stride within. `gathered_logits` computes single rows, for the few that are recomputed.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -12,11 +13,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.elementary import tanh
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig:
+    """How one program of such a GEMM works: as on an H100, where it was the fastest."""
+
+    rows: int = 128  # of a tile, from the hidden states
+    columns: int = 256  # of a tile, from the vocabulary; its two halves are finished and stored one by one
+    depth: int = 64  # hidden sizes multiplied at a time
+    group: int = 8  # row tiles whose programs share a part of the weight in cache
+    stages: int = 4  # tiles in flight from memory
+    warps: int = 8
+
+
+CONFIG = GemmConfig()
 
 
 class LogitTransform(NamedTuple):
@@ -111,10 +126,10 @@ def _each_tile(  # type: ignore[no-untyped-def]
 
 def gemm_tiles(
     epilogue: Any, x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, rows: tuple[Any, ...], transform: LogitTransform,
-    config: GemmConfig, used: Used = ALL,
+    used: Used = ALL,
 ) -> None:  # fmt: skip
     """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V."""
-    (V, D), programs = w_VD.shape, multiprocessors(x_CD.device)
+    (V, D), programs, config = w_VD.shape, multiprocessors(x_CD.device), CONFIG
     _each_tile[(programs,)](
         descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth),
         None if out_CV is None else descriptor(out_CV, config.rows, config.columns // 2),
@@ -157,6 +172,6 @@ def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor,
     return kind(x, list(x.shape), [x.stride(0), 1], [rows, columns], *layout)
 
 
-def tiles_across(V: int, config: GemmConfig) -> int:
+def tiles_across(V: int) -> int:
     """Return P."""
-    return -(-V // config.columns)
+    return -(-V // CONFIG.columns)

@@ -2,12 +2,12 @@
 
 C rows of a chunk of which the first `rows` count, D hidden size, V vocabulary; E [C, V] the exponentials.
 
-    input_grad:   out = finish(E W)           the rows of E W that count, each finished as `exp_terms` says
+    input_grad:   out = finish(E W)           the rows of E W that count, each finished as `InputRows` says
     weight_grad:  dW = E^T S, dW += E^T S     over the rows that count
 
-Both are the kernel of `exp_logits_hopper` with other operands and another end: a persistent program a multiprocessor, a
-producer warp, two consumer warpgroups of ROWS rows each, stages with `full` and `empty` barriers. Here W and S are
-stored the other way round, which the tensor cores read as well.
+Both are the kernel of `hopper.exp_logits_hopper` with other operands and another end: a persistent program a
+multiprocessor, a producer warp, two consumer warpgroups of ROWS rows each, stages with `full` and `empty` barriers.
+Here W and S are stored the other way round, which the tensor cores read as well.
 
 `rows` is C, or clamp(count - first, 0, C) of a number on the device. What is beyond costs nothing: tiles of E W beyond
 it are not computed, and the sum over rows ends at its step. Within that last step E or S holds zeros where rows do not
@@ -15,12 +15,15 @@ count, and the other one finite numbers.
 
 E W has few tiles and a long sum. Tiles that do not fill the multiprocessors are split along the sum: every part but the
 last stores its tile in float32, and the last waits for them, adds them in order and finishes the tile. It waits for
-programs before it only, which the device starts first, and which wait for nobody: it is never left waiting.
+programs before it only, which the device starts first, and which wait for nobody: it is never left waiting. Parts are
+float32 tiles in memory that every program reads.
 
 E^T S has many tiles and a short sum. The tile of dW that is added to is loaded while the products run, into the buffer
 from which the sum is then stored. Two barriers more for each consumer: `old_full` when the tile is there, and
 `old_empty` when the buffer's last store has read it.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ from lowtide.head.kernels.hopper import (
     COLUMNS,
     CONSUMER_REGISTERS,
     LEAVE,
+    PIECE,
     PRODUCER_REGISTERS,
     ROWS,
     barrier,
@@ -43,13 +47,106 @@ from lowtide.head.kernels.hopper import (
     load_tile,
     mbarrier,
     multiply,
+    pieces_of,
     store_tile,
     tma,
 )
-from lowtide.head.kernels.input_rows_hopper import InputRows, Room, await_parts, finish_input, store_part
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 MOST_PARTS = gl.constexpr(16)
+
+
+class InputRows(NamedTuple):
+    """What ends the tiles of E W, of ``out``'s type: dX = s (E W + rest w_y), see `exp_rows.finish_input_grad`.
+
+    Without ``s`` it is E W alone.
+    """
+
+    out: Tensor  # [.., D], unit stride within rows
+    out_stride: int
+    to: Tensor | None = None  # [C] integers: the row of ``out`` of each row; None: the same
+    s: Tensor | None = None  # [C] float32
+    y: Tensor | None = None  # [C] int32
+    rest: Tensor | None = None  # [C] float32
+    w: Tensor | None = None  # [V, D]
+    w_stride: int = 0
+    before: Tensor | None = None  # [C, D] float32, contiguous: what E W is added to; it may be ``out``
+
+
+class Room(NamedTuple):
+    """Where parts of tiles meet."""
+
+    parts: Tensor  # float32, of ``tiles`` tiles
+    arrived: Tensor  # int32, two a program, 0 outside of the kernel
+    tiles: int
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def store_part(z, HALF: gl.constexpr, parts, number, arrived):  # type: ignore[no-untyped-def]
+    """Store a consumer's rows of the ``number``-th part, and arrive."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * COLUMNS
+    within += gl.arange(0, PIECE, gl.SliceLayout(0, layout))[None, :]
+    stored = parts + HALF * (ROWS * COLUMNS) + number.to(gl.int64) * (2 * ROWS * COLUMNS)
+    pieces = pieces_of(z)
+    for i in gl.static_range(4):
+        gl.store(stored + (within + i * PIECE), gl.convert_layout(pieces[i], layout, assert_trivial=True))
+    barrier()  # one thread arrives for all
+    gl.atomic_add(arrived + HALF, 1, sem="release")
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def await_parts(arrived, others, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for ``others`` parts of a consumer's rows, and leave 0 arrivals."""
+    if others > 0:
+        while gl.atomic_add(arrived + HALF, 0, sem="acquire") < others:
+            pass
+        barrier()
+        gl.atomic_xchg(arrived + HALF, 0, sem="relaxed")
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def finish_input(z, HALF: gl.constexpr, row, column, rows, V, D, ends, meeting):  # type: ignore[no-untyped-def]
+    """Add the other parts to a tile and write its rows as `InputRows` says: the HALF-th ROWS from ``row`` on.
+
+    ``meeting`` is (parts, the first one's number, the step to the next, how many).
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    parts, first, stride, others = meeting
+    within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * COLUMNS
+    within += gl.arange(0, PIECE, gl.SliceLayout(0, layout))[None, :]
+    stored = parts + HALF * (ROWS * COLUMNS)
+    pieces = pieces_of(z)
+    at_row = row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    counts = at_row < rows
+    if ends.to is not None:
+        to = gl.load(ends.to + at_row, mask=counts, other=0).to(gl.int64) * ends.out_stride
+    else:
+        to = at_row.to(gl.int64) * ends.out_stride
+    if ends.s is not None:
+        s = gl.load(ends.s + at_row, mask=counts, other=0.0)
+        y = gl.load(ends.y + at_row, mask=counts, other=-1)
+        lost = gl.load(ends.rest + at_row, mask=counts, other=0.0)
+        at_w = y.to(gl.int64)
+        lost = gl.where((at_w >= 0) & (at_w < V), lost, 0.0)
+        at_w = gl.where(lost == 0.0, 0, at_w) * ends.w_stride
+    for i in gl.static_range(4):
+        piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
+        for other in range(others):
+            tile = (other * stride + first).to(gl.int64) * (2 * ROWS * COLUMNS)
+            piece += gl.load(stored + tile + (within + i * PIECE))
+        at = column + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+        inside = (at < D)[None, :]
+        if ends.before is not None:
+            before = ends.before + (at_row.to(gl.int64)[:, None] * D + at[None, :])
+            piece += gl.load(before, mask=counts[:, None] & inside, other=0.0)
+        if ends.s is not None:
+            w_at = ends.w + (at_w[:, None] + at[None, :])
+            own = gl.load(w_at, mask=(lost != 0.0)[:, None] & inside, other=0.0)
+            piece = (piece + lost[:, None] * own.to(gl.float32)) * s[:, None]
+            piece = gl.where(s[:, None] == 0.0, 0.0, piece)
+        out = ends.out + (to[:, None] + at[None, :])
+        gl.store(out, piece.to(ends.out.dtype.element_ty), mask=counts[:, None] & inside)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -1,7 +1,27 @@
-"""What the GEMMs for Hopper's own instructions share: Gluon's names, tiles, barriers, and the loop over a tile's steps.
+"""GEMMs in Hopper's own instructions: what they share, and the one that writes exponentials, of plain logits.
 
-A persistent program a multiprocessor has a producer warp, which loads stages through TMA, and two consumer warpgroups,
-which multiply ROWS rows each of a tile [2 * ROWS, COLUMNS]. See `exp_logits_hopper` for the barriers.
+C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
+
+Written in Gluon, since Triton itself does not split a Hopper program by role. One program a multiprocessor, persistent,
+of three parts: a producer warp issues the TMA loads; two consumer warpgroups multiply, each its own ROWS rows of a tile
+[2 * ROWS, COLUMNS], and turn their accumulators into E. The two share every stage of W, and while they finish a tile
+the producer already loads the next one's beginning.
+
+The barriers. A step is DEPTH hidden sizes of one tile. Each part counts the steps of the program's tiles in the same
+order, and step i is in stage i % STAGES, for the (i // STAGES)-th time. The phase to wait for is that number's parity;
+of a fresh barrier, a wait for phase 1 passes and one for phase 0 does not.
+
+    full[stage]   completed once a step, by the producer's announcement and the bytes of its three loads. Consumers wait
+                  for it before they read.
+    empty[stage]  completed once a step, by one arrival of each consumer when it has read the stage. The producer waits
+                  for the previous step's in that stage before it loads; the first STAGES times that passes at once.
+
+Parities are enough, since nobody gets two phases ahead: a stage is not loaded before both consumers have left it. Every
+step loaded is waited for and released by both, so no load is in flight and nobody is left waiting when a part ends.
+
+Gluon's compiler (3.6 to 3.9) takes a variable to change in a loop when one pass over the body leaves it different from
+what it was. One that starts as a copy of another, and in the loop takes that other's value, looks unchanged and stays
+as it was: a version of this kernel so released one stage for ever, and hung. Hence one counter of steps, never copied.
 """
 
 from functools import cache
@@ -12,7 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.gemm import descriptor
+from lowtide.head.kernels.exp_logits import ExpRows, Listed
+from lowtide.head.kernels.gemm import ALL, Used, descriptor
+from lowtide.kernel_launch import Launcher, multiprocessors
 
 try:
     from triton.experimental import gluon
@@ -31,7 +53,7 @@ try:
     store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
     GLUON_ERROR = None
-except (ImportError, AttributeError) as error:  # no kernel of these can run: see `exp_logits_hopper.why_not_on`
+except (ImportError, AttributeError) as error:  # no kernel of these can run: see `runs_on`
     gluon, gl, GLUON_ERROR = triton, tl, str(error)
     fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
     load_tile = store_tile = barrier = TensorDescriptor = None
@@ -44,6 +66,12 @@ PIECE = gl.constexpr(64)  # columns finished at a time
 LEAVE = gl.constexpr(2)  # the step at which a consumer asks whether its last store has left the buffer
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
+# of the exponentials
+LOG2E = gl.constexpr(1.4426950408889634)
+STORED = gl.constexpr(128)  # columns stored at a time: two pieces share a buffer
+DEPTH = gl.constexpr(64)
+GROUP = gl.constexpr(16)  # row tiles that share a part of W in cache
+STAGES = gl.constexpr(4)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -145,3 +173,163 @@ def hopper_descriptor(x: Tensor, rows: int, columns: int) -> Any:
 @cache
 def _shared_layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float32)
+
+
+@gluon.jit
+def _number_of_tiles(listed, C, V):  # type: ignore[no-untyped-def]
+    """Return how many tiles there are, or how many are listed."""
+    tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
+    if listed is not None:
+        tiles = gl.load(listed.number)
+    return tiles
+
+
+@gluon.jit
+def _tile_at(tile, listed, C, V):  # type: ignore[no-untyped-def]
+    """Return the tile's place, (row tile, column tile): groups of GROUP row tiles, rows go first."""
+    row_tiles = gl.cdiv(C, 2 * ROWS)
+    width = GROUP * gl.cdiv(V, COLUMNS)
+    first = (tile // width) * GROUP
+    height = gl.minimum(row_tiles - first, GROUP)
+    row_tile = first + (tile % width) % height
+    p = (tile % width) // height
+    if listed is not None:
+        place = gl.load(listed.tiles + tile)
+        row_tile = place >> 16
+        p = place & 0xFFFF
+    return row_tile, p
+
+
+@gluon.jit
+def _produce(x_d, w_d, stages, listed, C, V, D):  # type: ignore[no-untyped-def]
+    """Load the stages. What is outside of x and w is read as zeros, and counts as bytes that arrived."""
+    tiles = _number_of_tiles(listed, C, V)
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row_tile, p = _tile_at(tile, listed, C, V)
+        row = row_tile * (2 * ROWS)
+        for k in range(gl.cdiv(D, DEPTH)):
+            above, below = [row, k * DEPTH], [row + ROWS, k * DEPTH]
+            load_stage(stages, step, x_d, above, below, w_d, [p * COLUMNS, k * DEPTH], STAGES, DEPTH)
+            step += 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _consume(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, e_d, e_s, stages, rows_of, listed, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
+):
+    """Multiply, and finish, the HALF-th ROWS rows of each tile."""
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
+    tiles = _number_of_tiles(listed, C, V)
+    buffer = e_s.index(HALF)
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row_tile, p = _tile_at(tile, listed, C, V)
+        row = row_tile * (2 * ROWS) + HALF * ROWS
+        column = p * COLUMNS
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        # loaded here, used after the GEMM, which hides the latency
+        y = gl.load(rows_of.y + rows, mask=rows < C, other=-1)
+        reference = gl.load(rows_of.reference + rows, mask=rows < C, other=0.0)
+
+        z = gl.zeros([ROWS, COLUMNS], gl.float32, whole)
+        z, step = multiply(z, step, gl.cdiv(D, DEPTH), stages, None, HALF, "b", STAGES, False)
+
+        kept = y >= 0
+        reference = gl.where(kept, reference * LOG2E, float("inf"))
+        y -= rows_of.first_class + column  # within the tile; stays negative where ignored
+        bound = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout)) + (V - column)
+        if rows_of.coefficient is not None:
+            bound = gl.where(kept, bound, 0)
+        # most tiles hold neither targets nor columns beyond V
+        special = (y >= 0) & (y < COLUMNS)
+        if BOUND:
+            special = special | (bound < COLUMNS)
+        is_special = gl.max(special.to(gl.int32), 0) != 0
+
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+        squared = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+        pieces = z.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
+        for i in gl.static_range(2):
+            at = i * STORED + gl.arange(0, STORED, gl.SliceLayout(0, layout))
+            piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
+            e = gl.exp2(piece * LOG2E - reference[:, None])
+            if is_special:
+                e = gl.where(at[None, :] == y[:, None], 0.0, e)
+                if BOUND:
+                    e = gl.where(at[None, :] < bound[:, None], e, 0.0)
+            if rows_of.sums is not None:
+                total += gl.sum(e, 1)
+            if rows_of.squares is not None:
+                squared += gl.sum(e * e, 1)
+            if STORE:
+                if rows_of.coefficient is not None:  # noqa: SIM102 - known when compiled
+                    if is_special:  # loaded only here, as there are no registers to hold it for long
+                        coefficient = gl.load(rows_of.coefficient + rows, mask=rows < C, other=0.0)
+                        e = gl.where(at[None, :] == y[:, None], coefficient[:, None], e)
+                rounded = e.to(gl.bfloat16)
+                tma.store_wait(0)  # the thread that stored the last piece knows that the buffer has been read,
+                barrier()  # and tells the others
+                buffer.store(rounded)
+                fence_async_shared()
+                barrier()
+                store_tile(e_d, [row, column + i * STORED], buffer)
+        if rows_of.sums is not None:
+            gl.store(rows_of.sums + rows.to(gl.int64) * rows_of.sum_stride + p, total, mask=rows < C)
+        if rows_of.squares is not None:
+            gl.store(rows_of.squares + rows.to(gl.int64) * rows_of.sum_stride + p, squared, mask=rows < C)
+    tma.store_wait(0)  # shared memory goes when the program ends
+
+
+@Launcher
+@gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
+def _exp_logits_hopper(  # type: ignore[no-untyped-def]
+    x_d, w_d, e_d, rows, listed, count, first, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
+):  # fmt: skip
+    """Set up the stages and the barriers, and send the warps to their parts."""
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
+    w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, DEPTH], w_d.layout)
+    e_s = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, STORED], e_d.layout)
+    full, empty = barriers(STAGES, 2)
+    fence_async_shared()  # the loads report to these barriers; the warps meet once more before their parts begin
+    stages = (x_s, w_s, full, empty)
+    used = counted(count, first, C)
+    if count is not None:  # in whole tiles, as `gemm.rows_in_tiles`
+        used = gl.minimum(gl.cdiv(used, 2 * ROWS) * (2 * ROWS), C)
+    gl.warp_specialize(
+        [
+            (_consume, (0, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE)),
+            (_consume, (1, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE)),
+            (_produce, (x_d, w_d, stages, listed, used, V, D)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Return whether these kernels run on ``device``: a Hopper GPU, and Triton 3.6 or newer with its Gluon."""
+    version = tuple(int(n) for n in triton.__version__.split(".")[:2])
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return (
+        GLUON_ERROR is None and version >= (3, 6) and is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def exp_logits_hopper(
+    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None, used: Used = ALL,
+    listed: Listed | None = None,
+) -> None:  # fmt: skip
+    """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of bfloat16 rows at multiples of 16 bytes; none empty.
+
+    If it `runs_on` the device. Tiles that are not ``listed`` are left as they are.
+    """
+    (C, D), V = x_CD.shape, w_VD.shape[0]
+    x_d = hopper_descriptor(x_CD, ROWS.value, DEPTH.value)
+    _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
+        x_d, hopper_descriptor(w_VD, COLUMNS.value, DEPTH.value),
+        x_d if e_CV is None else hopper_descriptor(e_CV, ROWS.value, STORED.value), rows, listed, *used, C, V, D,
+        BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
+    )  # fmt: skip

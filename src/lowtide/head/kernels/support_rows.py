@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.row_softmax import OUT
+from lowtide.head.kernels.logit_rows import OUT
 from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
 
 SCORE, INPUT_GRAD, WEIGHT_GRAD = (32, 128), (4, 512), (2, 1024)  # pairs and columns that a program loads at once

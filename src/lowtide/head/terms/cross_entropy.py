@@ -46,7 +46,7 @@ class RowLoss(Terms):
 
     def _turn(self, z: Tensor, part: slice, factor_C: Tensor | None) -> tuple[Numbers, Tensor | None]:
         from lowtide.head.kernels.gemm import LogitTransform
-        from lowtide.head.kernels.row_softmax import softmax_rows
+        from lowtide.head.kernels.logit_rows import softmax_rows
 
         head, loss, kept = self.head, self.loss, self.loss.rows.kept
         assert not isinstance(head.softcap, Tensor)
@@ -120,13 +120,13 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     With ``factors`` add the gradients, from ``known`` numbers where there are.
     """
     rows = loss.rows
-    if head.remembered is not None and plan.backend != "exp":
-        hint = f"No tile is skipped: {plan.reason}."
+    if head.remembered is not None and (plan.backend != "exp" or loss.label_smoothing):
+        hint = f"No tile is skipped: {'label smoothing bears on all' if plan.backend == 'exp' else plan.reason}."
         raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
     if plan.backend == "exp":
         from lowtide.head.exponentials import losses_of
 
-        if not keeps_tiles(head, plan):
+        if not plan.kept:
             exponentials = losses_of(head, loss, plan)
         else:
             exponentials = skipping().TiledCrossEntropy(head, loss, plan, known and known["classes"])
@@ -179,9 +179,9 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
         from lowtide.head.kernels.elementwise import select
 
         of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
-        selection = select(y_N, V, args.ignore_index, weight_N, q, *of_shard)
-        counted = selection.counted
-        if keeps_tiles(head, plan):
+        selection = select(y_N, V, args.ignore_index, weight_N, *of_shard)
+        counted = selection.numbers
+        if plan.kept:
             chosen = selection.y_N, selection.unit_N, plan.chunk_rows
             rows, y, unit = skipping().sorted_rows(head, rows, *chosen, known and known["classes"])
         elif skips:
@@ -190,8 +190,9 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
         else:
             y, unit = rows.of(selection.y_N, -1), rows.of(selection.unit_N)
         kept = None if ranks.alone else y >= 0
-        if q is not None and not ranks.alone:
+        if q is not None:
             own_n = rows.of(q[y_N.clamp(0, V - 1)])
+            counted = own_n.where(y >= 0, 0)
     else:
         kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
         valid_N = y_N.where(is_class_N, 0)
@@ -210,11 +211,6 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
         class_weight=ranks.class_weight(q), total=None if q is None else q.sum(), own_n=own_n,
         label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V, mask=args.mask,
     ), plan  # fmt: skip
-
-
-def keeps_tiles(head: Head, plan: HeadPlan) -> bool:
-    """Return whether a pass computes its gradients from some tiles of E: all of a chunk's exist then."""
-    return head.remembered is not None and plan.kept
 
 
 def put_last(rows: Rows, kept_N: Tensor) -> Rows:

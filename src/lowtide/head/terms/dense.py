@@ -136,7 +136,7 @@ class DenseKernels(Dense):
 
     def _rows(self, z: Tensor, part: slice, numbers: Numbers, factor_C: Tensor | None = None) -> Tensor | None:
         """Launch the kernel, with a factor for the gradient; return what each row of that lacks."""
-        from lowtide.head.kernels.pair_rows import pair_rows
+        from lowtide.head.kernels.logit_rows import pair_rows
 
         z_CV, t_CU, kept_C = self._sides(z, part)
         out = None if factor_C is None else z_CV if self.out is None else self.out

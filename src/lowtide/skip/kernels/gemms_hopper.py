@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from lowtide.head.kernels.gemm import ALL, Used
-from lowtide.head.kernels.gradient_gemms_hopper import input_stages, load_old, weight_stages, weight_tile
+from lowtide.head.kernels.gradient_gemms_hopper import (
+    InputRows,
+    Room,
+    await_parts,
+    finish_input,
+    input_stages,
+    load_old,
+    store_part,
+    weight_stages,
+    weight_tile,
+)
 from lowtide.head.kernels.hopper import (
     COLUMNS,
     CONSUMER_REGISTERS,
@@ -36,7 +46,6 @@ from lowtide.head.kernels.hopper import (
     multiply,
     tma,
 )
-from lowtide.head.kernels.input_rows_hopper import InputRows, Room, await_parts, finish_input, store_part
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 DEPTH = gl.constexpr(64)
