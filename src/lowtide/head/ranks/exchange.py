@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
-    """Return each rank's whole numbers; the host waits for them."""
-    of_ranks: list[list[int]] = begin_gather(torch.tensor(numbers, device=device), group).get().tolist()
+def number_of_all(number: int, group: Any, device: torch.device) -> list[int]:
+    """Return each rank's whole number; the host waits for them."""
+    of_ranks: list[int] = begin_gather(torch.tensor(number, device=device), group).get().tolist()
     return of_ranks
 
 

@@ -98,7 +98,7 @@ class Ranks(Group):
     @cached_property
     def _classes(self) -> list[int]:
         """Return how many classes each rank holds, which the ranks exchange once a call: the host waits."""
-        return [rows for (rows,) in exchange.numbers_of_all([self.rows], self._group, self._device)]
+        return exchange.number_of_all(self.rows, self._group, self._device)
 
     def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None, into: Gradients) -> Callable[[], None]:
         """Begin to add up all ranks' gradients of some rows' hidden states; return what waits, and writes them."""

@@ -60,7 +60,7 @@ class VocabShard:
         """
         rows = check_tensor("linear_weight", linear_weight).shape[0]
         group = group_of(group)
-        sizes = [size for (size,) in exchange.numbers_of_all([rows], group, linear_weight.device)]
+        sizes = exchange.number_of_all(rows, group, linear_weight.device)
         first = sum(sizes[: group.rank()])
         return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
 
