@@ -11,7 +11,6 @@ from torch import Tensor
 
 import lowtide.head.apply as face
 from lowtide.head import divergence
-from lowtide.head.backends import NOT_OF_TILES
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, gradient_buffers
 from lowtide.head.gradients import Gradients
@@ -21,7 +20,7 @@ from lowtide.head.terms.dense import Dense
 from lowtide.head.token_stats import WANTS
 
 CHUNK = 7  # rows
-OF_TILES = tuple(name for name in WANTS if name not in NOT_OF_TILES)
+OF_TILES = tuple(name for name in WANTS if name != "topk")
 
 
 def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips: bool = True) -> list[str]:
@@ -89,7 +88,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
 
     def stats_plan(head: Any, *args: Any) -> HeadPlan:
         plan = of_stats(head, *args)
-        exp = head.dtype == torch.float32 and args[0].mask is None and not args[0].wanted & NOT_OF_TILES
+        exp = head.dtype == torch.float32 and args[0].mask is None and not args[0].topk
         plan = small(plan, "exp", head.dtype, "blocks") if exp else plan
         return of_all_parts(plan, head.ranks.size) if exp and head.ranks.spread else plan
 

@@ -8,7 +8,6 @@ from lowtide.kernel_launch import why_no_triton
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
-NOT_OF_TILES = frozenset({"sum_sq_prob", "topk"})  # statistics that its tiles leave no sums for
 NOT_OF_MASKED = "its sums are over tiles of all classes, and each token's distribution lacks others"
 NOT_OF_SHARDS = "its kernels need all classes on one rank; only cross entropy's and statistics' of 'exp' do not"
 
@@ -50,7 +49,7 @@ def why_not_exp(
     capped_and_smoothed: bool = False,  # whether the loss has both a soft cap and label smoothing
     weight_fits: bool = True,  # whether the weight's rows lie one after another, at 16-byte addresses
     targets: int = 1,  # per token
-    beyond: str = "",  # statistics that the logits' GEMM leaves no sums for
+    highest: bool = False,  # whether the highest logits are requested
     capability: tuple[int, int] | None = None,  # of the GPU being planned for, where it is not this machine's
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can."""
@@ -66,7 +65,7 @@ def why_not_exp(
         "TMA takes rows that start at multiples of 16 bytes, and the weight's do not": not weight_fits,
         "with a soft cap, label smoothing bears on every logit in another way": capped_and_smoothed,
         f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}": targets > MOST_TARGETS,
-        f"its tiles leave no sums for {beyond}": beyond != "",
+        "its tiles keep no logits, and topk is requested": highest,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -17,7 +17,6 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.head.backends import (
     NOT_OF_MASKED,
     NOT_OF_SHARDS,
-    NOT_OF_TILES,
     choose,
     skips_ignored,
     why_not_exp,
@@ -366,7 +365,7 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -
     """Return the same for token statistics."""
     more = {
         "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * args.target.shape[1],
-        "tile_numbers": 3 + len(args.wanted & {"entropy", "mean_logit"}),
+        "tile_numbers": 3 + len(args.wanted & {"entropy", "mean_logit", "sum_sq_prob"}),
     }
     return plan_of(_work(head, args, n, wanted, **more))
 
@@ -424,8 +423,7 @@ def choose_backend(head: Head, args: Args) -> tuple[str, str]:
         return choose("divergence", asked, row=row if ranks.alone else NOT_OF_SHARDS)
     where, of_work = "" if ranks.alone else " where the vocabulary is sharded", dict[str, Any]()
     if isinstance(args, TokenStatsArgs):
-        of_work["targets"] = args.target.shape[1]
-        of_work["beyond"] = ", ".join(sorted(args.wanted & NOT_OF_TILES))
+        of_work |= {"targets": args.target.shape[1], "highest": args.topk > 0}
     else:
         of_work["capped_and_smoothed"] = head.softcap is not None and args.label_smoothing != 0
     exp: str | None = NOT_OF_MASKED

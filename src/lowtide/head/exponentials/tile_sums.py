@@ -20,7 +20,7 @@ from lowtide.head.terms.statistics import Upstream, entries_of, sum_of_equal
 
 
 class TileStatistics(Exponentials):
-    """Log-probabilities, entropy, logsumexp, mean and argmax of each row's logits, in either direction.
+    """Statistics of each row's logits but the highest ones, in either direction.
 
     ``y_nK`` are int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
     """
@@ -36,7 +36,7 @@ class TileStatistics(Exponentials):
 
         Classes are int64. Of tokens that are not used all are 0.
         """
-        self.want, rows = [name for name in ("entropy", "mean_logit") if name in want], self.plan.sum_rows
+        self.want, rows = [name for name in stats.WANTED if name in want], self.plan.sum_rows
         self.sums = stats.Sums.of(self._new(3 + len(self.want), rows, self.tiles), self.want)
         found = self._room(len(self.y_nK))
         self._find(rows, self.y_nK.clamp(min=0).contiguous(), found)

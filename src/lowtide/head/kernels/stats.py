@@ -31,6 +31,7 @@ from lowtide.kernel_launch import Launcher, power_of_2
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
 NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
+WANTED = ("entropy", "sum_sq_prob", "mean_logit")  # statistics that need sums of their own
 
 
 class Sums(NamedTuple):
@@ -40,6 +41,7 @@ class Sums(NamedTuple):
     id: Tensor  # int32: its class
     rest: Tensor  # over the tile's other classes, of exp(z - top),
     heat: Tensor | None  # and of exp(z - top) (z - top); None: no entropy is wanted
+    squares: Tensor | None  # of exp(z - top)^2; None: no sum of squared probabilities is
     total: Tensor | None  # of all z; None: no mean is
     P: int
     row: int  # stride
@@ -48,8 +50,8 @@ class Sums(NamedTuple):
     def of(cls, planes_FCP: Tensor, want: Collection[str]) -> "Sums":
         """Return them in this memory, of as many planes as what is wanted beyond the others needs."""
         top, top_id, rest, *others = planes_FCP
-        heat, total = (others.pop(0) if name in want else None for name in ("entropy", "mean_logit"))
-        return cls(top, top_id.view(torch.int32), rest, heat, total, planes_FCP.shape[2], planes_FCP.stride(1))
+        heat, squares, total = (others.pop(0) if name in want else None for name in WANTED)
+        return cls(top, top_id.view(torch.int32), rest, heat, squares, total, planes_FCP.shape[2], planes_FCP.stride(1))
 
 
 class Gradient(NamedTuple):
@@ -84,14 +86,16 @@ def _exponential(z, reference, transform):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _half_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-untyped-def]
-    """Sums over half of a tile's logits but its highest one: of e = exp(z - top), and of e (z - top)."""
+    """Sums over half of a tile's logits but its highest one: of e = exp(z - top), of e (z - top) and of e^2."""
     e, below = _exponential(z, reference, transform)
     e = tl.where(at[None, :] == top_id[:, None], 0.0, e)
     rest = tl.sum(e, 1)
-    heat = rest
+    heat, squares = rest, rest
     if sums.heat is not None:
         heat = tl.sum(e * below, 1) * LN2
-    return rest, heat
+    if sums.squares is not None:
+        squares = tl.sum(e * e, 1)
+    return rest, heat, squares
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -116,8 +120,8 @@ def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CO
         tl.min(tl.where(right == top[:, None], at_right[None, :], V), 1),
     )
     reference = tl.where(top == float("-inf"), 0.0, top * LOG2E)
-    rest, heat = _half_sums(left, at_left, reference, top_id, sums, transform)
-    more_rest, more_heat = _half_sums(right, at_right, reference, top_id, sums, transform)
+    rest, heat, squares = _half_sums(left, at_left, reference, top_id, sums, transform)
+    more_rest, more_heat, more_squares = _half_sums(right, at_right, reference, top_id, sums, transform)
     rows = row + tl.arange(0, CONFIG.rows)
     at = rows.to(tl.int64) * sums.row + p
     inside = rows < C
@@ -126,6 +130,8 @@ def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CO
     tl.store(sums.rest + at, rest + more_rest, mask=inside)
     if sums.heat is not None:
         tl.store(sums.heat + at, heat + more_heat, mask=inside)
+    if sums.squares is not None:
+        tl.store(sums.squares + at, squares + more_squares, mask=inside)
     if sums.total is not None:
         tl.store(sums.total + at, total, mask=inside)
 
@@ -172,6 +178,7 @@ class RowStats(NamedTuple):
     top_logprob: Tensor  # of that
     logprob: Tensor  # [C, K], of the targets
     entropy: Tensor | None = None
+    sum_sq_prob: Tensor | None = None
     mean_logit: Tensor | None = None
     highest: Tensor | None = None  # logit
 
@@ -211,6 +218,10 @@ def _merge_stats(  # type: ignore[no-untyped-def]
         terms = weight * (tl.load(tiles.heat + at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_tile)
         heat = tl.sum(tl.where(inside & (weight > 0.0), terms, 0.0), 0)
         tl.store(out.entropy + i, spread - heat / (1.0 + rest))
+    if tiles.squares is not None:
+        terms = weight * weight * (tl.load(tiles.squares + at, mask=inside, other=0.0) + own)
+        squares = tl.sum(tl.where(inside, terms, 0.0), 0)
+        tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
     if tiles.total is not None:
         tl.store(out.mean_logit + i, tl.sum(tl.load(tiles.total + at, mask=inside, other=0.0), 0) / vocab)
     for k in range(K):
