@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
-from lowtide.arguments import check_name, check_number
-from lowtide.errors import ArgumentTypeError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
 Accumulate = Literal["auto", "float32", "input"]
 Backend = Literal["auto", "exp", "row", "torch"]
@@ -62,13 +62,22 @@ class HeadOptions:
     skip: float | None = None
 
     def __post_init__(self) -> None:
-        if self.workspace_mib is not None:
-            check_number("workspace_mib", self.workspace_mib, 0, math.inf, above=True)
-        if self.skip is not None:
-            check_number("skip", self.skip, 0, 1, above=True)
+        mib: object = self.workspace_mib
+        if mib is not None:
+            if isinstance(mib, bool) or not isinstance(mib, Real):
+                raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
+            if not 0 < float(mib) < math.inf:
+                raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
+        error: object = self.skip
+        if error is not None and (isinstance(error, bool) or not isinstance(error, Real)):
+            raise ArgumentTypeError(message("skip", "a relative error or None", f"{error!r}"))
+        if error is not None and not 0 < float(error) < 1:
+            raise ArgumentValueError(message("skip", "a number above 0 and below 1, or None", f"{error!r}"))
         names = {"accumulate": Accumulate, "backend": Backend, "gradient": Gradient, "ignored_tokens": IgnoredTokens}
         for name, kind in names.items():
-            check_name(name, getattr(self, name), get_args(kind))
+            allowed, got = get_args(kind), getattr(self, name)
+            if got not in allowed:
+                raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))
 
 
 def check_options(options: HeadOptions | None) -> HeadOptions:
