@@ -23,7 +23,7 @@ def shifted(labels):
     return labels[:, 1:].reshape(-1)
 
 
-# Each takes logits [2, 11, V] and labels [2, 11], and gives what can be summed.
+# Each takes logits [2, 11, V] and labels [2, 11], and gives what can be summed. Without gradients: test_scoring's READ.
 WITHOUT_LOGITS = {
     "shifted": lambda z, y: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, V), shifted(y)),
     "flattened": lambda z, y: F.cross_entropy(z[:, :-1, :].flatten(0, 1), shifted(y), reduction="sum") / 7,

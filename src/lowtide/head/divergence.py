@@ -33,7 +33,7 @@ from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.terms.dense import Dense, DenseKernels
-from lowtide.head.terms.topk import KnownClasses
+from lowtide.head.terms.known_classes import KnownClasses
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "tv"]
 TAILS = ("bucket", "renormalise", "drop")

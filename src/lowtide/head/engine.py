@@ -25,6 +25,7 @@ class Terms:
     other ranks. ``part`` are the chunk's rows among the n.
     """
 
+    # of kernels and of what works beside its logits; a plain term leaves all of these:
     narrowed = False  # whether `gradient_` leaves the operands' dtype, in the first half of each row
     apart = False  # whether the gradient, in the operands' dtype, takes other memory than the logits': ``out``
     out: Tensor | None = None  # that memory, of the rows at hand: there may be logits of some of a chunk's rows only
@@ -33,7 +34,10 @@ class Terms:
     lift: Tensor | None = None  # what the weight's gradient is multiplied with until the last chunk, for fp16
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """Return numbers of each row [C, ...], the same on every rank; ``z`` is left as it is for `gradient_`."""
+        """Return numbers of each row [C, ...], the same on every rank; ``z`` is left as it is for `gradient_`.
+
+        But where `both_` is overridden: nothing then calls these two one after the other.
+        """
         raise NotImplementedError
 
     def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any) -> Tensor | None:

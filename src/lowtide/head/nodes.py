@@ -44,13 +44,20 @@ STORED = 6  # tensors: see `stored_shapes`
 
 @dataclass(eq=False)
 class Function:
-    """A function of a head's logits, and what its operators and nodes are made of."""
+    """A function of a head's logits, and what its operators and nodes are made of.
+
+    ``forward(head, args, wanted, keep)`` returns values of all N tokens by name, and stored gradients where any is
+    wanted; with ``keep`` also the ``known`` ones that are not ``returned``. ``backward(head, args, wanted, upstream,
+    known)`` gets the gradients of those in ``upstream``, None where none flows back, and what forward returned. Without
+    ``keep`` the shape of a value that forward leaves out is (0,). A value for each token is called with
+    ``recompute=True``: its upstream gradient is known in backward only.
+    """
 
     name: str  # of its operator; that of backward has "_backward" behind it
     public: str  # its name in errors
     args: Any  # the record of its arguments besides the head
-    forward: Callable[[Head, Any, Wanted, bool], Values]  # and stored gradients; the last: store what is known
-    backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients]  # from upstream and known
+    forward: Callable[[Head, Any, Wanted, bool], Values]
+    backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients]
     shapes: Callable[[Head, Any, bool], dict[str, Shape]]  # of each value; the last as in forward
     returned: tuple[str, ...]  # names of the values that are returned, those of ``upstream`` first
     upstream: tuple[str, ...]  # names of those that are differentiable

@@ -414,7 +414,7 @@ def skipping() -> ModuleType:
 
 
 def choose_backend(head: Head, args: Args) -> tuple[str, str]:
-    """Return the implementation that runs, and why."""
+    """Return the implementation that runs, and why; each record of arguments but cross entropy's has a branch."""
     device, dtype, ranks, w, asked = head.input.device, head.dtype, head.ranks, head.weight_VD, head.backend
     if isinstance(args, SupportArgs):
         return support_backend(head)

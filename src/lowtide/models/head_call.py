@@ -327,7 +327,8 @@ class HeadCall:
     ) -> Any:
         """Return what ``function`` computes of these rows of the logits, after the steps that `fold` gave ``folded``.
 
-        ``per_row`` is whether that is a value of each. It is called with (hidden, weight), ``linear_bias``,
+        That is one tensor; ``per_row`` is whether it has a value of each row. ``folded`` is empty where the function
+        takes the steps itself. It is called with (hidden, weight), ``linear_bias``,
         ``logit_scale``, ``softcap``, ``options`` and, with LoRA, ``adapter``.
         """
         assert rows is not None

@@ -1,7 +1,10 @@
 """The table of operations on lazy logits that need no real ones: they are recorded, or computed without logits.
 
 Each takes what PyTorch's function of that name takes, the lazy logits first. Where it is not certain to give what the
-real logits would, it returns NotImplemented, and these are built. `look_up` has the table.
+real logits would, it returns NotImplemented, and these are built; so they are for arguments that it does not take.
+Single logits, as of ``max``, are built: users compare them with the logits to the bit. It runs in the grad mode of the
+logits, so that ``torch.is_grad_enabled() and input.requires_grad`` is whether a gradient is needed. `_TABLE` has the
+names, docs/models.md the table for users.
 
 Legend: hidden [..., D], logits [..., V].
 """
@@ -276,7 +279,10 @@ def _logsumexp(input: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
 
 
 def _argmax(input: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    """The first class of the highest logits, which are rounded as the model rounds them: some are equal then."""
+    """The first class of the highest logits, which are rounded as the model rounds them: some are equal then.
+
+    So the steps are not folded: each chunk of logits takes them one after another, as built ones do.
+    """
     if input.call.layer.adapter or input.rows is None or not _is_last(input, dim):
         return NotImplemented
     settings = (input.call.dtype, [step for step in input.steps if step.kind not in ("rows", "detach")])
@@ -300,7 +306,7 @@ def _folded(input: LazyLogits, dim: Any, *, normalised: bool = True) -> LogitArg
 
 
 def _of_rows(input: LazyLogits, folded: LogitArguments, name: str, function: Callable[..., Tensor]) -> Tensor:
-    """Return what ``function`` computes of each row: once, of all rows, for code that reads a few at a time."""
+    """Return what ``function`` computes of each row, one tensor: of all rows at once, for code that reads a few."""
     if not _read_in_parts(input):
         return input.call.without_logits(input.rows, folded, function)  # type: ignore[no-any-return]
     whole, rows = input.whole, input.rows

@@ -22,7 +22,7 @@ RowFactors = Callable[[], tuple[Tensor, Gradients]]
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A call's loss: what is known of its rows before any product, and each one's loss and gradient by its numbers."""
+    """A call's cross entropy: what is known of its rows before any product, each one's loss and gradient after it."""
 
     rows: Rows
     y: Tensor  # [n] classes, all valid; on the exponential path int32 rows of this rank's weight, -1 where ignored
