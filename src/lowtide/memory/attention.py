@@ -38,7 +38,7 @@ _NAMES = re.compile(f"{_ATEN}|{_PACKAGES}|flex_attention")
 
 @functools.cache
 def is_attention(operator: Any) -> bool:
-    """Whether an operator is the fused forward of attention."""
+    """Whether an operator is the fused forward of attention: what is saved, compiled or not, and what a plan counts."""
     return _NAMES.fullmatch(operator.name()) is not None
 
 

@@ -1,4 +1,4 @@
-"""Finding a model's decoder layers by structure: no model's name, no attribute's name."""
+"""Finding a model's decoder layers by structure: no model's name, no attribute's name, a mixture as any other."""
 
 from __future__ import annotations
 
