@@ -15,13 +15,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 from contract.cases import DIFFERENTIABLE, FUNCTIONS, KINDS, NARROW, arguments
 from contract.function import Arguments, check, flat, near, total
-from head.kernel_plans import OF_TILES, use_kernels
+from head.kernel_plans import use_kernels
 from lowtide import (
     HeadOptions,
     linear_cross_entropy,
     linear_logprobs,
     linear_token_stats,
 )
+from lowtide.head.token_stats import WANTS
 from promises import promise
 from support import (
     assert_near,
@@ -40,6 +41,7 @@ if torch.cuda.is_available():
 
 pytestmark = [promise("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter's NumPy
 SINGLE = torch.float32
+STATS = tuple(name for name in WANTS if name != "topk")
 FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
     "ignored": ["some", "all but one"],
     "leading": [(2, 5)],
@@ -51,7 +53,7 @@ FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
     "topk": [4],
     "teacher_D": [9],
     "targets": [1, None, 3],
-    "want": [OF_TILES, ("logprob", "lse"), ("entropy",), ("mean_logit",)],
+    "want": [STATS, WANTS, ("entropy",), ("mean_logit",)],
     "ignored_tokens": ["auto"],
     "accumulate": ["auto"],
 }
@@ -165,7 +167,7 @@ def test_losses_of_any_size(name: str, size: tuple[int, int, int], huge: bool) -
 def test_statistics_of_sure_tokens(name: str, size: tuple[int, int, int], K: int) -> None:
     """Also of targets that occur twice, are ignored, or get no upstream; a token without any may hold NaN."""
     (N, D, V), options = size, OPTIONS[name]
-    kwargs = arguments("linear_token_stats", SINGLE, D=D, V=V, leading=(N,), linear_bias=name == "all", want=OF_TILES)
+    kwargs = arguments("linear_token_stats", SINGLE, D=D, V=V, leading=(N,), linear_bias=name == "all", want=STATS)
     kwargs |= options | {"topk": None}
     leaves = [n for n in ("input", "linear_weight", "linear_bias") if kwargs[n] is not None]
     y = torch.randint(0, V, (N, K))
@@ -214,9 +216,24 @@ def test_statistics_of_sure_tokens(name: str, size: tuple[int, int, int], K: int
         assert (g.double() - e).norm().item() <= (2e-5 + 4 * digits) * scale + rounding
 
 
+@every_pair(name=OPTIONS, k=[1, 40, 7], size=[*SIZES, (9, 24, 300)])
+def test_highest_logits(name: str, size: tuple[int, int, int], k: int) -> None:
+    N, D, V = size
+    kwargs = arguments("linear_token_stats", SINGLE, D=D, V=V, leading=(N,), linear_bias=name == "all")
+    kwargs = {n: kwargs[n] for n in ("input", "linear_weight", "linear_bias")} | OPTIONS[name]
+    found = linear_token_stats(**kwargs, want=("topk",), topk=min(k, V)).topk
+    z = logits_of(**in_float64(kwargs)).detach()
+    values = z.topk(min(k, V), 1).values
+    digits = losing_digits(kwargs["input"], kwargs["linear_weight"], OPTIONS[name].get("logit_scale", 1.0))
+    assert (found.values.diff(dim=1) <= 0).all()
+    assert (found.ids.sort(1).values.diff(dim=1) > 0).all()
+    for got in (found.values.double(), z.gather(1, found.ids)):  # classes that belong to the values
+        torch.testing.assert_close(got, values, rtol=5e-6, atol=4 * digits)
+
+
 @pytest.mark.parametrize(("name", "dtype", "kernels"), RUNS, indirect=["kernels"])
 def test_no_tokens(name: str, dtype: torch.dtype) -> None:
-    kwargs = arguments(name, dtype, D=16, V=50, leading=(0,), **({"want": OF_TILES} if "stats" in name else {}))
+    kwargs = arguments(name, dtype, D=16, V=50, leading=(0,), **({"want": STATS} if "stats" in name else {}))
     found = flat(FUNCTIONS[name].run(**kwargs))
     for g in torch.autograd.grad(total(found).nan_to_num(), [kwargs["input"], kwargs["linear_weight"]]):
         assert (g == 0).all()
@@ -229,7 +246,7 @@ def test_no_tokens(name: str, dtype: torch.dtype) -> None:
 )
 def test_some_gradients_alone(name: str, dtype: torch.dtype) -> None:
     leaves = ("input", "linear_weight", "linear_bias")
-    choice: dict[str, Any] = {"want": OF_TILES} if name == "linear_token_stats" else {}
+    choice: dict[str, Any] = {"want": STATS} if name == "linear_token_stats" else {}
     kwargs = arguments(name, dtype, D=24, V=45, leading=(9,), **choice)
     whole = torch.autograd.grad(total(flat(FUNCTIONS[name].run(**kwargs))), [kwargs[n] for n in leaves])
     for wanted in ((0,), (1,), (2,), (1, 2)):

@@ -12,7 +12,7 @@ from contract.cases import FUNCTIONS, OF_SETS, Arguments, trained
 from distributed.launch import DEVICE, THOROUGH, main
 from distributed.option_cases import FEWER
 from distributed.sharded import WAYS, compare, kernels, problem
-from head.kernel_plans import OF_TILES, use_set_kernels
+from head.kernel_plans import use_set_kernels
 from support import in_float64, oracle, pairs, relative_error
 
 SINGLE = torch.float32
@@ -32,7 +32,6 @@ FEW: dict[str, list[Any]] = {
     "weight": [True],
     "reduction": ["none", "mean"],
     "targets": [1, 3],
-    "want": [OF_TILES, ("entropy",)],
 }
 
 

@@ -24,6 +24,7 @@ from lowtide import (
     linear_logprobs,
     linear_token_stats,
 )
+from lowtide.head.token_stats import WANTS
 from lowtide.trl.calls import LogProbCall
 from promises import promise
 from support import (
@@ -105,24 +106,26 @@ def test_float32_errs_as_plain_pytorch_does(precision: str) -> None:
 
 
 @EXPONENTIAL
-def test_many_targets() -> None:
+def test_many_targets_and_highest_logits() -> None:
     """The exponential path beside plain PyTorch on the same bfloat16 numbers: as near to float64."""
-    N, D, V, K = 700, 512, 33001, 17
+    N, D, V, K, k = 700, 512, 33001, 17, 33
     x, w, b, _ = on_gpu(N, D, V, dtype=torch.bfloat16)
     y = torch.randint(0, V, (N, K), device="cuda")
     y[::3, 5], y[::4, 2], y[::5, 0] = y[::3, 1], -100, (x @ w.T + b).argmax(1)[::5]
     true = doubled(x, w, b)
-    expected = stats_oracle(*true[:2], y, linear_bias=true[2], logit_scale=0.8)
+    expected = stats_oracle(*true[:2], y, linear_bias=true[2], topk=k, logit_scale=0.8)
     upstream = [torch.randn_like(expected[name]) for name in DIFFERENTIABLE]
     want = torch.autograd.grad([expected[n] for n in DIFFERENTIABLE], true, upstream)
     errors = {}
     for backend in ("exp", "torch"):
         kwargs: Any = {"linear_bias": b, "logit_scale": 0.8, "options": HeadOptions(backend=backend)}
-        stats = linear_token_stats(x, w, y, want=(*DIFFERENTIABLE, "argmax", "is_top1"), **kwargs)
-        for name in DIFFERENTIABLE:
+        stats = linear_token_stats(x, w, y, want=WANTS, topk=k, **kwargs)
+        for name in (*DIFFERENTIABLE, "sum_sq_prob"):
             assert relative_error(getattr(stats, name), expected[name]) < 1e-5, name
         assert torch.equal(stats.argmax, expected["argmax"])
         assert torch.equal(stats.is_top1, expected["is_top1"])
+        assert relative_error(stats.topk.values, expected["topk_values"]) < 1e-5
+        assert (stats.topk.ids == expected["topk_ids"]).float().mean() > 0.999  # but for logits that are all but equal
         got = torch.autograd.grad([getattr(stats, n) for n in DIFFERENTIABLE], (x, w, b), [u.float() for u in upstream])
         errors[backend] = [relative_error(g, e) for g, e in zip(got, want, strict=True)]
     assert all(e < 1.1 * t for e, t in zip(errors["exp"][:2], errors["torch"][:2], strict=True)), errors

@@ -17,10 +17,8 @@ from lowtide.head.gradients import Gradients
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy, token_stats
 from lowtide.head.terms.dense import Dense
-from lowtide.head.token_stats import WANTS
 
 CHUNK = 7  # rows
-OF_TILES = tuple(name for name in WANTS if name != "topk")
 
 
 def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips: bool = True) -> list[str]:
@@ -88,7 +86,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
 
     def stats_plan(head: Any, *args: Any) -> HeadPlan:
         plan = of_stats(head, *args)
-        exp = head.dtype == torch.float32 and args[0].mask is None and not args[0].topk
+        exp = head.dtype == torch.float32 and args[0].mask is None
         plan = small(plan, "exp", head.dtype, "blocks") if exp else plan
         return of_all_parts(plan, head.ranks.size) if exp and head.ranks.spread else plan
 

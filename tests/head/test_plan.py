@@ -37,7 +37,7 @@ CHOICES: list[tuple[str, dict[str, Any], str, str]] = [  # work, what is not as 
     *(("cross entropy", {"capability": of}, "row", "compute capability 9.0") for of in ((8, 0), (8, 9), (12, 0))),
     *(("statistics", {"targets": targets}, "exp", "Hopper") for targets in (0, 1, 64)),
     ("statistics", {"targets": 65}, "torch", "64 targets.*65"),
-    ("statistics", {"highest": True}, "torch", "topk is requested"),
+    ("statistics", {"highest": 65}, "torch", "64 highest.*65"),
     *(("divergence", {"dtype": dtype}, "row", "both sides") for dtype in (BF16, torch.float16, torch.float32)),
     ("divergence", {"dtype": torch.float64}, "torch", "computes in float32"),
     ("divergence", {"topk": True}, "torch", "top k"),

@@ -8,6 +8,7 @@ from lowtide.kernel_launch import why_no_triton
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
+MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
 NOT_OF_MASKED = "its sums are over tiles of all classes, and each token's distribution lacks others"
 NOT_OF_SHARDS = "its kernels need all classes on one rank; only cross entropy's and statistics' of 'exp' do not"
 
@@ -49,7 +50,7 @@ def why_not_exp(
     capped_and_smoothed: bool = False,  # whether the loss has both a soft cap and label smoothing
     weight_fits: bool = True,  # whether the weight's rows lie one after another, at 16-byte addresses
     targets: int = 1,  # per token
-    highest: bool = False,  # whether the highest logits are requested
+    highest: int = 0,  # how many of a token's highest logits are requested
     capability: tuple[int, int] | None = None,  # of the GPU being planned for, where it is not this machine's
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can."""
@@ -65,7 +66,7 @@ def why_not_exp(
         "TMA takes rows that start at multiples of 16 bytes, and the weight's do not": not weight_fits,
         "with a soft cap, label smoothing bears on every logit in another way": capped_and_smoothed,
         f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}": targets > MOST_TARGETS,
-        "its tiles keep no logits, and topk is requested": highest,
+        f"its kernels find the {MOST_HIGHEST} highest logits of a token, not {highest}": highest > MOST_HIGHEST,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -177,6 +177,7 @@ class Work(NamedTuple):
     # exponentials' own, beside what all take:
     copies: int = 0  # of a chunk's hidden states, for another dtype or layout; 2: ignored tokens are put last
     token_bytes: int = 0  # for each of the N
+    sum_row_bytes: int = 0  # for each where nothing but sums is computed
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
     kept: bool = False  # tiles of E are skipped: see the room skip
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
@@ -365,6 +366,8 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -
     """Return the same for token statistics."""
     more = {
         "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * args.target.shape[1],
+        # the logits of the tiles that may contain the highest ones, and what sorting them takes
+        "sum_row_bytes": min(args.topk, -(-head.ranks.most_rows // 256)) * (4 * 256 + 48),
         "tile_numbers": 3 + len(args.wanted & {"entropy", "mean_logit", "sum_sq_prob"}),
     }
     return plan_of(_work(head, args, n, wanted, **more))
@@ -423,7 +426,7 @@ def choose_backend(head: Head, args: Args) -> tuple[str, str]:
         return choose("divergence", asked, row=row if ranks.alone else NOT_OF_SHARDS)
     where, of_work = "" if ranks.alone else " where the vocabulary is sharded", dict[str, Any]()
     if isinstance(args, TokenStatsArgs):
-        of_work |= {"targets": args.target.shape[1], "highest": args.topk > 0}
+        of_work |= {"targets": args.target.shape[1], "highest": args.topk}
     else:
         of_work["capped_and_smoothed"] = head.softcap is not None and args.label_smoothing != 0
     exp: str | None = NOT_OF_MASKED
@@ -632,7 +635,7 @@ def _cut_exponentials(work: Work) -> Cut:
     # gradients three at once, and sum all of E W.
     x, product, sums = 2 * D * (work.copies > 0), 4 * D * (not work.kept), 4 * work.tile_numbers * -(-V // GPU_TILE)
     of_row = 2 * D + x + 8 * D * sharded + 64 + 24 * tiles
-    sum_row = sums + 64 + x + 6 * D * sharded + 28 * tiles
+    sum_row = sums + 64 + x + 6 * D * sharded + work.sum_row_bytes + 28 * tiles
     room = max(0, work.budget() - fixed)
     sum_rows = max(work.groups, min(N, EXP_SUM_ROWS, whole_tiles(room // sum_row)))
     N, more = max(1, N), {"sum_rows": sum_rows}

@@ -165,8 +165,8 @@ def linear_token_stats(
         topk: How many of the highest logits ``topk`` holds, from 1 to V. It requests that field, and is required
             if ``want`` has it.
         options: Memory and implementation: see `HeadOptions`. If only ``logprob`` is requested, with one target
-            per token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K up to 64
-            and without ``topk``.
+            per token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
+            ``topk`` up to 64.
         vocab_shard: As in `linear_logprobs`.
         support: As in `linear_logprobs`: all statistics are then over each token's set. Of an empty set ``lse`` is
             -inf, ``argmax`` -1, and ``entropy`` and ``sum_sq_prob`` are 0. ``mean_logit`` and ``topk`` are refused.

@@ -215,7 +215,7 @@ class ShardedStatistics(Sharded, TileStatistics):
         if not self.width:
             for x in found.values():
                 x.zero_()
-        found["highest"] = self._new(C).fill_(-torch.inf)
+        found |= {"highest": self._new(C).fill_(-torch.inf), **self._room_for_highest(C)}
         if self.width:
             self._numbers_of(x_CD, piece.part, y_CK, found)
         piece.memory = found

@@ -20,7 +20,7 @@ from lowtide.head.terms.statistics import Upstream, entries_of, sum_of_equal
 
 
 class TileStatistics(Exponentials):
-    """Statistics of each row's logits but the highest ones, in either direction.
+    """Statistics of each row's logits, in either direction.
 
     ``y_nK`` are int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
     """
@@ -31,14 +31,16 @@ class TileStatistics(Exponentials):
         super().__init__(head, plan, tokens)
         self.y_nK = y_nK
 
-    def forward(self, want: frozenset[str]) -> dict[str, Tensor]:
+    def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
         """Return each row's "lse", "argmax", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
-        Classes are int64. Of tokens that are not used all are 0.
+        Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
+        are 0.
         """
+        self.topk = topk
         self.want, rows = [name for name in stats.WANTED if name in want], self.plan.sum_rows
         self.sums = stats.Sums.of(self._new(3 + len(self.want), rows, self.tiles), self.want)
-        found = self._room(len(self.y_nK))
+        found = self._room(len(self.y_nK)) | self._room_for_highest(len(self.y_nK))
         self._find(rows, self.y_nK.clamp(min=0).contiguous(), found)
         return found
 
@@ -47,6 +49,10 @@ class TileStatistics(Exponentials):
         new: Any = self.head.input.new_empty if self.count is None else self.head.input.new_zeros
         found = {name: new(n, dtype=torch.float32) for name in ("lse", "top_logprob", *self.want)}
         return found | {"argmax": new(n, dtype=torch.int64), "logprob": new(self.y_nK[:n].shape, dtype=torch.float32)}
+
+    def _room_for_highest(self, n: int) -> dict[str, Tensor]:
+        values = self._new(n, self.topk).fill_(-torch.inf)  # a rank may have fewer classes
+        return {"topk_values": values, "topk_ids": self.y_nK.new_zeros(n, self.topk)} if self.topk else {}
 
     def _find(self, rows: int, y_nK: Tensor, found: dict[str, Tensor]) -> None:
         """Write all rows' statistics, so many rows at a time."""
@@ -59,10 +65,16 @@ class TileStatistics(Exponentials):
         """Write a piece's statistics, of the classes here."""
         w_VD, transform, used = self.weight_VD, self.transform, self.used(part)
         gemm_tiles(stats.tile_stats, x_CD, w_VD, None, self.sums, transform, used=used)
+        numbers = stats.RowStats(**{name: x for name, x in found.items() if name in stats.RowStats._fields})
         stats.merge_stats(
-            self.sums, stats.RowStats(**found), y_CK, x_CD, w_VD, transform=transform,
+            self.sums, numbers, y_CK, x_CD, w_VD, transform=transform,
             first_class=self.head.ranks.first, vocab=self.head.ranks.vocab, used=used,
         )  # fmt: skip
+
+        if self.topk:
+            k = min(self.topk, self.width)
+            values, ids = stats.highest_logits(x_CD, w_VD, self.sums, k, transform)
+            found["topk_values"][:, :k], found["topk_ids"][:, :k] = values, ids.add_(self.head.ranks.first)
 
     def gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
         """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""

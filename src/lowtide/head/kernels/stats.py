@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels import gemm
 from lowtide.head.kernels.elementary import log1p
 from lowtide.head.kernels.exp_rows import block_of, dot
 from lowtide.head.kernels.gemm import (
@@ -23,6 +24,7 @@ from lowtide.head.kernels.gemm import (
     Used,
     counted_rows,
     finish_logits,
+    gathered_logits,
     halves,
     matrix,
 )
@@ -31,6 +33,7 @@ from lowtide.kernel_launch import Launcher, power_of_2
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
 NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
+ROWS, SHARES = tl.constexpr(128), tl.constexpr(8)  # pairs of one tile at a time; programs that share those of a tile
 WANTED = ("entropy", "sum_sq_prob", "mean_logit")  # statistics that need sums of their own
 
 
@@ -273,3 +276,45 @@ def put_entries(g_CV: Tensor, of_row: Gradient, first_class: int, used: Used = A
     """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
     WIDTH, C = power_of_2(of_row.id.shape[1]), len(g_CV)
     _put_entries[(C,)](matrix(g_CV), matrix(of_row.id), of_row.entry, used, first_class, C, WIDTH=WIDTH, num_warps=1)
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair_logits(x, w, order_ptr, begin_ptr, out_ptr, transform, V, D, T, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The logits of the pairs of one tile; -inf beyond V."""
+    p = tl.program_id(0)
+    begin = tl.load(begin_ptr + p)
+    end = tl.load(begin_ptr + p + 1)
+    columns = p * COLUMNS + tl.arange(0, COLUMNS)
+    for first in range(begin + tl.program_id(1) * ROWS, end, SHARES * ROWS):
+        slots = first + tl.arange(0, ROWS)
+        listed = slots < end
+        pair = tl.load(order_ptr + slots, mask=listed, other=0)
+        z = gathered_logits(x, pair // T, listed, w, columns, V, D, ROWS, COLUMNS, 64)
+        z = finish_logits(z, columns, V, transform)
+        z = tl.where((columns < V)[None, :], z, float("-inf"))
+        tl.store(out_ptr + pair[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], z, mask=listed[:, None])
+
+
+def highest_logits(
+    x_CD: Tensor, w_VD: Tensor, tiles: Sums, k: int, transform: LogitTransform = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """Return each row's k highest logits [C, k] in descending order, float32, and their rows of ``w_VD``, int64.
+
+    The T = min(k, P) tiles whose own highest logits are the highest hold all k, and are computed again: pairs of row
+    and tile in the order of the tiles, so that rows share a tile of the weight.
+    """
+    (C, V), P, columns = (len(x_CD), len(w_VD)), tiles.P, gemm.CONFIG.columns
+    T = min(k, P)
+    tile_CT = tiles.top[:C].topk(T).indices
+    # in the order of the tiles, and within one in that of the rows: sorting is stable
+    tile_of_pair, order = torch.sort(tile_CT.view(-1).int(), stable=True)
+    begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, dtype=torch.int32, device=x_CD.device), out_int32=True)
+    logits = torch.empty(C, T * columns, dtype=torch.float32, device=x_CD.device)
+    _pair_logits[(P, SHARES.value)](
+        matrix(x_CD)[:2], matrix(w_VD)[:2], order, begin, logits, transform, *w_VD.shape, T, COLUMNS=columns,
+        num_stages=3, num_warps=8,
+    )  # fmt: skip
+    values_Ck, at = logits.topk(k)
+    ids_Ck = tile_CT.gather(1, at // columns) * columns + at % columns
+    return values_Ck, ids_Ck.clamp_(max=V - 1)  # where too few are possible, it may be a place beyond

@@ -42,7 +42,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
 
         if of_targets and head.ranks.alone and skips_tokens(head, plan.backend):
             rows = put_last(rows, kept_NK.any(1))
-        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(args.wanted)
+        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(args.wanted, args.topk)
     else:
         found = run(head, rows, plan, _terms(args, rows, head, plan, y_NK))
     found = {name: rows.among_all(x) for name, x in found.items()}
