@@ -107,14 +107,14 @@ def test_loss_and_gradients(family: str, adapted: tuple[str, ...], precision: st
 @promise("compile", "memory")
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.parametrize("whole", [False, True])
-def test_compiled_models_run_fused_and_save_no_more(whole: bool) -> None:
-    """Compiled layers than eager ones; the whole model, for which transformers makes a mask, than stock's logits."""
+def test_compiled_models_build_no_logits_and_save_no_more(whole: bool) -> None:
+    """Than the stock model compiled in the same way: each layer, or the whole, for which transformers makes a mask."""
     stock, kept = build("Llama", torch.bfloat16), []
     _, true = gradients(stock)
-    for compiled in (False, True):
+    for patched in (False, True):
         model = copy.deepcopy(stock)
-        report = lowtide.patch(model) if compiled or not whole else None
-        for module in [model] * whole + [*layers_of(model)] * (compiled and not whole):
+        report = lowtide.patch(model) if patched else None
+        for module in [model] * whole + [*layers_of(model)] * (not whole):
             module.compile(dynamic=False)
         assert distance(gradients(model)[1], true) < 1e-3
         inputs = batch(model, 1024)
@@ -125,7 +125,7 @@ def test_compiled_models_run_fused_and_save_no_more(whole: bool) -> None:
         kept.append(requested_bytes() - before)
         del loss
         assert report is None or (report.calls_fused, report.calls_materialised) == (3, 0), str(report)
-    assert kept[1] <= (0.9 if whole else 1.02) * kept[0]
+    assert kept[1] <= kept[0]
 
 
 @promise("host")

@@ -145,11 +145,22 @@ def test_calls_that_are_not_ordinary_run_stock_code(patched):
 
 @promise("compile")
 def test_compiled_layers(patched, batch):
+    """They run the model's own code, except for an MLP that saves less than the compiler."""
     model, stock, report = patched("qwen3")
+    codes = {0: "", 1: ""}
+
+    def backend(level, graph, _):
+        codes[level] += "".join(module.code for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
+        return graph
+
     for layer in model.model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
+        layer.mlp.checkpoint_level = level = int(layer is model.model.layers[0])
+        layer.compile(backend=functools.partial(backend, level), fullgraph=True)
     for _ in range(2):
         assert_same_training(model, stock, batch)
+    assert "lowtide" in codes[1]
+    assert codes[0]
+    assert "lowtide" not in codes[0]
     expect_calls(report, 2)
 
 

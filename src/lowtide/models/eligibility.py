@@ -144,6 +144,14 @@ def has_nothing_to_save(x: object) -> bool:
     return x.numel() <= FEW or x.is_cpu
 
 
+def runs_stock(x: object) -> bool:
+    """Whether a call of a norm or a rotation with ``x`` runs the model's own code: compiled, or with nothing to save.
+
+    A compiler fuses that code with what is around it; an operator stands in its way.
+    """
+    return torch.compiler.is_compiling() or has_nothing_to_save(x)
+
+
 def are_plain_linears(linears: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> bool:
     """Whether ``linears`` are exactly ``torch.nn.Linear``, with weights of any type, and no hook reads their calls.
 

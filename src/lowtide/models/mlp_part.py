@@ -128,6 +128,9 @@ def overrides(base: Any, activation: str, joined: str) -> dict[str, Any]:
         layers = _layers(mlp)
         if isinstance(layers, str) or not _is_ordinary(mlp, x, layers):
             return None
+        # A compiler fuses the model's own code with what is around it, and saves gate and up too, as level 0 does.
+        if level == 0 and torch.compiler.is_compiling() and not any(layer.four_bit for layer in layers):
+            return None
         dtype = _dtype(x, layers)
         if dtype is None:
             return None

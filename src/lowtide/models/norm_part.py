@@ -16,7 +16,7 @@ from lowtide.distributed.zero import shape_of
 from lowtide.layers import rms_norm
 from lowtide.layers.norm import checked_rms_norm
 from lowtide.models import probe
-from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
+from lowtide.models.eligibility import is_ordinary, runs_stock
 from lowtide.models.instance import children_of, parameters_of, with_fused
 
 INPUTS, WEIGHTS = 1, None
@@ -85,14 +85,11 @@ def _is_near(got: Any, expected: Any) -> bool:
 
 def overrides(base: Any, rounding: Any, offset: float, name: str) -> dict[str, Any]:
     """Return what a patched norm, whose epsilon is its attribute ``name``, does differently from ``base``."""
-    plus_one = offset == 1.0
 
     def run(norm: Any, x: Any) -> Tensor | None:
-        if has_nothing_to_save(x) or not _is_ours(norm.weight, x):
+        if runs_stock(x) or not _is_ours(norm.weight, x):
             return None
-        # Written here: a number that layers share is a variable of the first one's checkpoint to compile(dynamic=True).
-        added = 1.0 if plus_one else 0.0
-        return checked_rms_norm(x, norm.weight, getattr(norm, name), added, rounding)
+        return checked_rms_norm(x, norm.weight, getattr(norm, name), offset, rounding)
 
     return with_fused(base, INPUTS, run)
 

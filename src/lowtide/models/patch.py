@@ -52,8 +52,8 @@ def patch(
     code on a few random rows beside its own operation, and compares values, gradients and attributes. Where they differ
     the module stays unmodified, with the reason in the report. In training and in evaluation a patched module computes
     the same as before to rounding, saves less for backward and takes less time on a GPU. A call with hooks on a
-    projection, DTensors or ``torch.func`` runs the stock code. After a change of the module's code or settings call
-    `patch` again.
+    projection, DTensors or ``torch.func`` runs the stock code; so do compiled layers, but for experts and for MLPs at
+    ``checkpoint_level`` 1 or in 4 bits. After a change of the module's code or settings call `patch` again.
 
     Patching again applies the new arguments, ``options`` included, and returns the same report.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.layers.rope import PAIRS, checked_rotary, why_not_rotary
-from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
+from lowtide.models.eligibility import is_ordinary, runs_stock
 from lowtide.models.instance import copied, is_code_of, part_of, redecorated, undecorated, with_forward
 from lowtide.models.probe import DTYPES, agree, outcome, random
 
@@ -184,7 +184,7 @@ def _rotation(stock: Any, form: _Form) -> Any:
         layout = kwargs.get("unsqueeze_dim", layouts[0])
         if len(args) != len(order) or len(kwargs) != ("unsqueeze_dim" in kwargs) or layout not in layouts:
             return stock(*args, **kwargs)
-        if has_nothing_to_save(args[0]) or not is_ordinary(args, ()):
+        if runs_stock(args[0]) or not is_ordinary(args, ()):
             return stock(*args, **kwargs)
         if args[0].dtype == torch.float64 or args[-1].dtype.is_complex != (order == _COMPLEX):
             return stock(*args, **kwargs)
