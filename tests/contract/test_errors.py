@@ -275,15 +275,15 @@ def test_a_bad_target_is_named_by_value_and_place() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"workspace_mib": 0}, ValueError, "workspace_mib: expected a finite number above 0, got 0"),
+        ({"workspace_mib": 0}, ValueError, "workspace_mib: expected a finite number above 0, or None, got 0"),
         *(({"workspace_mib": bad}, ValueError, "workspace_mib") for bad in (-1.5, float("inf"), float("nan"))),
-        ({"workspace_mib": "64"}, TypeError, "workspace_mib: expected a number, got '64'"),
+        ({"workspace_mib": "64"}, TypeError, "workspace_mib: expected a number of MiB or None, got '64'"),
         ({"workspace_mib": True}, TypeError, "workspace_mib"),
-        ({"accumulate": "bf16"}, ValueError, "accumulate: expected 'auto', 'float32' or 'input', got 'bf16'"),
-        ({"backend": "cuda"}, ValueError, "backend: expected 'auto', 'exp', 'row' or 'torch', got 'cuda'"),
-        ({"gradient": "backward"}, ValueError, "gradient: expected 'auto', 'forward' or 'recompute'"),
+        ({"accumulate": "bf16"}, ValueError, "accumulate: expected one of 'auto', 'float32', 'input', got 'bf16'"),
+        ({"backend": "cuda"}, ValueError, "backend: expected one of 'auto', 'exp', 'row', 'torch', got 'cuda'"),
+        ({"gradient": "backward"}, ValueError, "gradient: expected one of 'auto', 'forward', 'recompute'"),
         *(({"skip": bad}, ValueError, "skip: expected a number above 0 and below 1") for bad in (0, 1, float("nan"))),
-        ({"skip": "5e-3"}, TypeError, "skip: expected a number"),
+        ({"skip": "5e-3"}, TypeError, "skip: expected a relative error or None"),
     ],
 )
 def test_options_are_checked_when_they_are_made(options: dict[str, Any], kind: type[Exception], text: str) -> None:
