@@ -95,7 +95,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         value = function(*json.loads(json.dumps(args)))
         return ChildResult(returncode=0, value=json.loads(json.dumps(value)))
 
-    monkeypatch.setattr(step, "run_child", here)
+    for module in (step, importlib.import_module("host_time")):
+        monkeypatch.setattr(module, "run_child", here)
     monkeypatch.setattr("lowtide.bench.config.AROUND", (1 / 8, 2))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # slow, as is collecting garbage
     monkeypatch.setattr(gc, "collect", lambda: 0)

@@ -301,8 +301,8 @@ def highest_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return each row's k highest logits [C, k] in descending order, float32, and their rows of ``w_VD``, int64.
 
-    The T = min(k, P) tiles whose own highest logits are the highest hold all k, and are computed again: pairs of row
-    and tile in the order of the tiles, so that rows share a tile of the weight.
+    The T = min(k, P) tiles with the highest maxima contain all k. Their logits are recomputed: pairs of row and tile
+    in the order of the tiles, so that rows share a tile of the weight.
     """
     (C, V), P, columns = (len(x_CD), len(w_VD)), tiles.P, gemm.CONFIG.columns
     T = min(k, P)
