@@ -19,6 +19,7 @@ REFERENCE = 0.1
 EVERY = 250  # tests, in each worker: what else the machine does changes
 SHOWN, SHORT = 20, 0.5  # rows of the summary, and CPU seconds of what is left out there
 BEFORE = pytest.StashKey[float]()
+once = list[float]()  # CPU seconds that a test happened to be the first to need, and are no test's: what ranks import
 
 
 def _of_children() -> float:
@@ -34,9 +35,9 @@ def _of_children() -> float:
 
 
 def used() -> float:
-    """Return the CPU seconds of this process and its children."""
+    """Return the CPU seconds of this process and its children, less those of ``once``."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system + _of_children()
+    return times.user + times.system + times.children_user + times.children_system + _of_children() - sum(once)
 
 
 def calibrate() -> float:
