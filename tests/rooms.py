@@ -18,7 +18,7 @@ ROOMS = [
 ]  # fmt: skip
 # Which rooms the tests of a folder hold, where it has not the name of one; none: every room.
 FOLDERS = {
-    "contract": ("head", "mlp", "layers"), "gpu": ("head", "mlp", "layers", "memory", "models"), "fuzz": ("losses",),
+    "contract": ("head", "mlp", "layers"), "gpu": ("head", "mlp", "layers", "memory", "models"),
     "planner": ("plan",), "trl_patch": ("trl",), "programs": ("models",), "profiling": ("profile",), "pages": ("cli",),
     "package": (),
 }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import random
 import sys
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuzz import references
+from contract import references
 
 DEVICE = "cpu"  # where the contract is held: pytest --device
 
@@ -232,17 +231,6 @@ def mlp_slack(dtype: torch.dtype, leaves: Sequence[Tensor | None]) -> float:
     if dtype in (torch.float64, torch.float32):
         return torch.finfo(dtype).eps * (20 if few else 6)
     return torch.finfo(dtype).eps * (4 if few else 0.1)
-
-
-def mlp_oracle(leaves: Sequence[Tensor | None], activation: str = "silu") -> Tensor:
-    """The gated MLP from its definition, in the dtype of its inputs, for what `mlp` returns."""
-    x, wg, wu, wd, bg, bu, bd = leaves
-    gate, up = F.linear(x, wg, bg), F.linear(x, wu, bu)
-    if activation == "silu":
-        act = gate / (1 + torch.exp(-gate))
-    else:
-        act = 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-    return F.linear(act * up, wd, bd)
 
 
 def sets_oracle(

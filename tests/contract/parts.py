@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contract import references
 from contract.function import Arguments, Function, Mode, near
-from fuzz import references
 from lowtide import swiglu_mlp
 from lowtide.arguments import operand_dtype
 from lowtide.errors import UnsupportedError

@@ -1,4 +1,4 @@
-"""Ranks with tokens of their own: DDP, FSDP2, sharded sequences, pipelines, and ranks that have no token."""
+"""Ranks with tokens of their own: DDP, FSDP2, sharded sequences, and ranks that have no token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
@@ -21,7 +20,6 @@ from distributed.launch import DEVICE, SEED, main
 from distributed.models import VOCAB, Functional, gradients, model_of, same, same_mean
 from lowtide.distributed import count_items, shift_labels
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.measure.timing import peak_above
 
 D = 8
 
@@ -129,47 +127,6 @@ def sequence_in_parts() -> None:
         shift_labels(torch.tensor(3))
     with pytest.raises(ArgumentTypeError, match="target: expected class indices"):
         count_items(torch.rand(3))
-
-
-def pipeline() -> None:
-    """One stage a rank, microbatches in GPipe's and in 1F1B's order; what the last one keeps between them."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    classes, pieces = 4000, 6
-    x, y = torch.randn(2 * pieces, D), torch.randint(0, classes, (2 * pieces,))
-    peaks = {}
-    for schedule, gradient in ((ScheduleGPipe, "forward"), (ScheduleGPipe, "recompute"), (Schedule1F1B, "forward")):
-        torch.manual_seed(3 + SEED)
-        alone = [*(nn.Linear(D, D) for _ in range(ranks)), nn.Linear(D, classes, bias=False)]
-        mine: Any = copy.deepcopy(alone[rank]).to(DEVICE)
-        last, head = rank == ranks - 1, copy.deepcopy(alone[-1]).to(DEVICE)
-
-        def score(hidden: Tensor, labels: Tensor, head: Any = head, gradient: str = gradient) -> Tensor:
-            options = lowtide.HeadOptions(gradient=gradient, workspace_mib=0.1)
-            return lowtide.linear_cross_entropy(hidden, head.weight, labels, num_items=len(y), options=options)
-
-        stage = PipelineStage(mine, rank, ranks, torch.device(DEVICE, rank if DEVICE != "cpu" else None))
-        run = schedule(stage, pieces, loss_fn=score, scale_grads=False)
-        losses: list[Tensor] = []
-
-        def step(run: Any = run, losses: list[Tensor] = losses, last: bool = last) -> None:
-            args = (x.to(DEVICE),) if rank == 0 else ()
-            run.step(*args, **({"target": y.to(DEVICE), "losses": losses} if last else {}))
-
-        step()  # allocates what stays, such as cuBLAS's workspace
-        mine.zero_grad()
-        head.zero_grad()
-        losses.clear()
-        peaks[schedule, gradient] = peak_above(step, DEVICE)
-        want = nn.functional.cross_entropy(nn.Sequential(*alone)(x), y)
-        want.backward()
-        if last:
-            same({"loss": torch.stack(losses).sum().cpu()}, {"loss": want.detach()})
-            same({"head": head.weight.grad.cpu()}, {"head": alone[-1].weight.grad})
-        same({"stage": mine.weight.grad.cpu()}, {"stage": alone[rank].weight.grad})
-    if rank == ranks - 1:
-        weight = classes * D * 4
-        assert peaks[ScheduleGPipe, "forward"] > pieces * weight
-        assert peaks[ScheduleGPipe, "recompute"] < 3.5 * weight, "the gradient, what is added to it, and a chunk"
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ from distributed.models import (
     step,
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from lowtide.memory import ActivationPolicy, apply_policy, copies
+from memory.models import LazySide
 
 
 def shard(model: Any, how: str = "root", reshard: bool | None = None, mesh: Any = None, **settings: Any) -> Any:
@@ -202,7 +204,10 @@ def mixed_precision() -> None:
 
 
 def parts_of_models() -> None:
-    """Policies around layers, experts in units of their own, weights in 4 bits: MLPs at both levels, beside stock."""
+    """Policies around layers, experts in units of their own, weights in 4 bits: MLPs at both levels, beside stock.
+
+    Also offloaded, on what is sharded already; one input for several layers, whose weights are not all there, is refused.
+    """
 
     def experts_apart(model: Any) -> Any:
         for layer in model.model.layers:
@@ -214,28 +219,37 @@ def parts_of_models() -> None:
         return model
 
     ways: list[tuple[Any, Any, Any]] = [
-        (model_of(tie_word_embeddings=True), shard, lowtide.memory.ActivationPolicy(keep="attention", mlp_level=1)),
+        (model_of(tie_word_embeddings=True), shard, ActivationPolicy(keep="attention", mlp_level=1)),
         (model_of("qwen3_moe"), experts_apart, None),
         (qlora(), inside_peft, None),
+        (model_of(num_hidden_layers=4), shard, ActivationPolicy(keep="input", offload=True)),
     ]
-    for i, (model, cut, policy) in enumerate(ways):
-        if model is None:
-            continue
-        stock = cut(copy.deepcopy(model))
-        if i % 2:
-            cut(model)
-        report = lowtide.patch(model)
-        if policy is not None:
-            lowtide.memory.apply_policy(model, policy)
-        elif i == 2:
-            for layer in model.base_model.model.model.layers:
-                layer.mlp.checkpoint_level = 1
-        if not i % 2:
-            cut(model)
-        for _ in range(2):
-            same(step(model, batch_of(dist.get_rank())), step(stock, batch_of(dist.get_rank())), i)
-        fused(report, 2)
-        assert any(report.parts[part].patched for part in ("mlp", "experts") if part in report.parts), str(report)
+    side = LazySide()
+    with pytest.MonkeyPatch.context() as patched:
+        if DEVICE == "cpu":
+            patched.setattr(copies, "available", lambda: True)
+            patched.setattr(copies, "side_for", lambda _: side)
+        for i, (model, cut, policy) in enumerate(ways):
+            if model is None:
+                continue
+            stock = cut(copy.deepcopy(model))
+            if i % 2:
+                cut(model)
+            report = lowtide.patch(model)
+            if policy is not None:
+                apply_policy(model, policy)
+            elif i == 2:
+                for layer in model.base_model.model.model.layers:
+                    layer.mlp.checkpoint_level = 1
+            if not i % 2:
+                cut(model)
+            for _ in range(2):
+                same(step(model, batch_of(dist.get_rank())), step(stock, batch_of(dist.get_rank())), i)
+            fused(report, 2)
+            assert any(report.parts[part].patched for part in ("mlp", "experts") if part in report.parts), str(report)
+    apply_policy(model, ActivationPolicy(keep="input", every=2))
+    with pytest.raises(UnsupportedError, match=r"expected with every > 1 a layer that holds its weights"):
+        model(**batch_of())
 
 
 def accumulation() -> None:

@@ -37,10 +37,8 @@ MODULES = {  # which take long to import: of files and of cases, before they are
     **dict.fromkeys(("fsdp", "context_parallel", "data", "plan"), MODEL),
     "zero": (*MODEL, "deepspeed.runtime.zero.muon.muon_optimizer"),
     "megatron": ("megatron.core.models.gpt.gpt_model",),
-    "pipeline": ("torch.distributed.pipelining",),
     "adapters": ("peft",),
     "parts_of_models": ("peft",),
-    "trls_function": ("trl.trainer.utils",),
 }
 SECONDS = 1200.0  # until the ranks are killed, compiling kernels included, on a busy machine
 

@@ -94,10 +94,6 @@ def plain(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def plain_part(x: Any) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def near(got: Any, want: Tensor, what: object) -> None:
     torch.testing.assert_close(plain(got), want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{what}: {m}")
 

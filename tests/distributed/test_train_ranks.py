@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,22 +182,3 @@ def test_a_loss_of_one_rank_that_is_not_finite(kind: str, engine: str, made: Run
         assert f"--learning_rate: expected a training loss that stays finite, got {got}. Start again" in err, ended
     assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
     assert not (output / "model.safetensors").exists()
-
-
-@promise("commands")
-@pytest.mark.slow
-def test_trls_configuration_starts_the_ranks(made: Runs, tmp_path: Path) -> None:
-    """accelerate's launcher is forked, and starts its ranks itself; a rank that is killed ends them."""
-    output = tmp_path / "run"
-    launch = ["--accelerate_config", "multi_gpu", "--num_processes", 2, "--bf16=false"]
-    more = ["--per_device_train_batch_size", 2, "--save_steps", 1, "--max_steps", 10_000, "--output_dir", output]
-    made.ranks.start(1, *made.arguments("pretrain"), *launch, *more)
-    wait_for(lambda: checkpoints(output))
-    children = psutil.Process(made.ranks.pids()[0]).children()
-    assert [child.environ()["WORLD_SIZE"] for child in children] == ["2"] * 2
-    children[1].send_signal(signal.SIGKILL)
-    ended = made.ranks.end()
-    assert ended.statuses != [0]
-    resume = "Resume with: .*--accelerate_config multi_gpu --num_processes 2 .*--resume_from_checkpoint auto\n"
-    assert re.search(resume, ended.err[0]), ended
-    assert not any(child.is_running() for child in children)

@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 SMALL = [  # tests at small, odd sizes
     "contract/test_values.py", "gpu/test_head.py", "gpu/test_head_edges.py::test_losses_of_thousands_of_nats",
     "gpu/test_skipped_tokens.py", "gpu/test_skip.py::test_softcap", "gpu/test_layers.py::test_norm",
-    "gpu/test_layers.py::test_rotary", "gpu/test_mlp.py",
+    "gpu/test_mlp.py",
 ]  # fmt: skip
 
 

@@ -5,15 +5,11 @@ What small inputs show, options and all, `pytest tests/contract --device cuda` h
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gpu.conftest import EXPONENTIAL, ON_GPU
 from lowtide import (
@@ -214,33 +210,3 @@ def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap
     assert policy is not None
     assert reference is not None
     assert torch.equal(policy, reference)
-
-
-@promise("ranks")
-@EXPONENTIAL
-@pytest.mark.filterwarnings("ignore")  # of PyTorch's, about its own groups
-@pytest.mark.parametrize("huge", [False, True])
-def test_a_vocabulary_on_a_group_of_one_rank(huge: bool, tmp_path: Path) -> None:
-    """It takes the kernels of a shard; among large losses are rows that are repaired."""
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cuda", (1,))
-        x, w, _, y = on_gpu(77, 64, 523, dtype=torch.bfloat16, bias=False)
-        y[::5] = -100
-        with torch.no_grad():
-            x[1::3] *= 300 if huge else 1
-        rows = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
-        part = distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_()
-        for kwargs in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "none"}):
-            of_shard, whole = (
-                linear_cross_entropy(*pair, y, options=HeadOptions(backend="exp"), **kwargs)
-                for pair in ((rows, part), (x, w))
-            )
-            assert relative_error(of_shard.to_local(), whole) < 1e-5
-            grads = torch.autograd.grad(of_shard.to_local().sum(), (rows, part))
-            assert_near([g.to_local() for g in grads], torch.autograd.grad(whole.sum(), (x, w)), 6e-3)
-        stats = linear_token_stats(rows, part, y, want=("logprob", "entropy"), options=HeadOptions(backend="exp"))
-        (stats.logprob.to_local() + stats.entropy.to_local()).sum().backward()
-        assert all(leaf.grad.to_local().isfinite().all() for leaf in (rows, part))
-    finally:
-        dist.destroy_process_group()

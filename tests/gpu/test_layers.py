@@ -11,10 +11,9 @@ from torch import Tensor
 from gpu.conftest import ON_GPU, no_waits, requested_bytes
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
-from lowtide.layers.rope import PAIRS
 from lowtide.measure.timing import peak_above
 from promises import promise
-from support import assert_near, doubled, every_pair, rms_norm_oracle, rotary_oracle
+from support import assert_near, doubled, every_pair, rms_norm_oracle
 
 pytestmark = [*ON_GPU, promise("values", "kernels")]
 EPS = 1e-5
@@ -52,24 +51,6 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...], offset: float, roundin
     loose = TOLERANCE[dtype] * (1.5 if rounding == "before_weight" else 1)
     against_float64([out], [rms_norm_oracle(*true, EPS, offset)], (x, weight), true, loose)
     assert (why_no_kernel(x, weight) is None) == (dtype != torch.float64 and shape[-1] <= 32768)
-
-
-@every_pair(
-    dtype=TOLERANCE,
-    size=[(32, 8, 64, 64), (3, 1, 80, 32), (5, 5, 96, 96), (2, 1, 256, 256)],  # heads of q and k, their width, turned
-    pairs=PAIRS,
-)
-def test_rotary(dtype: torch.dtype, size: tuple[int, int, int, int], pairs: str) -> None:
-    Hq, Hk, d, r = size
-    q, k = (random(2, 131, H, d, dtype=dtype, grad=False).transpose(1, 2).requires_grad_() for H in (Hq, Hk))
-    cos, sin = (random(2, 131, r, dtype=dtype, seed=s, grad=False) for s in (5, 6))
-    if PAIRS[pairs].entries == "short":
-        cos, sin = (table[..., : r // 2].contiguous() for table in (cos, sin))
-    outs = rotary(q, k, cos, sin, pairs=pairs)
-    true = doubled(q, k)
-    expected = [rotary_oracle(t, cos.double(), sin.double(), pairs) for t in true]
-    against_float64(outs, expected, (q, k), true, TOLERANCE[dtype])
-    assert outs[0].stride() == q.stride()
 
 
 def layer(x: Tensor, residual: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

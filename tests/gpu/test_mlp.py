@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from lowtide.mlp.projection import Adapter, Packed, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
 from promises import promise
-from support import assert_near, doubled, every_pair, mlp, mlp_oracle, mlp_slack, relative_error
+from support import assert_near, doubled, every_pair, mlp, relative_error
 
 pytestmark = [
     *ON_GPU,
@@ -30,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [((3, 43), 37, 101), ((1,), 64, 8), ((2, 300), 128, 344), ((0, 5), 16, 40)]
 # T, K, E, D, F: of whole 16 bytes and not, many experts without tokens, no token
 EXPERTS = [(300, 3, 8, 64, 48), (77, 2, 5, 36, 20), (40, 2, 64, 128, 64), (0, 2, 4, 16, 8)]
 FEW = 100  # tokens
@@ -52,24 +50,6 @@ def call(leaves: list[Any], **options: Any) -> Tensor:
 def gradients(y: Tensor, leaves: list[Any], upstream: Tensor, **kwargs: Any) -> list[Tensor]:
     trained = [t for t in leaves if t is not None]
     return [y.detach(), *torch.autograd.grad(y, trained, upstream.to(y.dtype), **kwargs)]
-
-
-@promise("values", "kernels")
-@every_pair(dtype=DTYPES, shape=SHAPES, activation=["silu", "gelu_tanh"])
-def test_swiglu_errs_no_more_than_plain_pytorch(dtype: torch.dtype, shape: Any, activation: str) -> None:
-    leaves = on_gpu(*shape, dtype=dtype)
-    true = doubled(*leaves)
-    upstream = torch.randn(leaves[0].shape, device="cuda")
-    expected = gradients(mlp_oracle(true, activation), true, upstream)
-    plain = gradients(mlp_oracle(leaves, activation), leaves, upstream)
-    for level, tile in itertools.product((0, 1), (None, 100)):
-        y = call(leaves, activation=activation, checkpoint_level=level, tile_tokens=tile)
-        twice = gradients(y, leaves, upstream, retain_graph=True)
-        got = gradients(y, leaves, upstream)  # in place now
-        for g, again, p, e in zip(got, twice, plain, expected, strict=True):
-            assert g.dtype == dtype
-            assert torch.equal(g, again)
-            assert relative_error(g, e) <= 1.3 * relative_error(p, e) + mlp_slack(dtype, leaves)
 
 
 @promise("values", "kernels")

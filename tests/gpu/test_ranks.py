@@ -29,7 +29,7 @@ FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "head": ((2, 4), ["the_same_on_every_rank", "what_is_exchanged"]),
     "kernel": ((2, 4), ["every_option"]),
     "fsdp": ((2, 4), ["patched_models", "functional_head", "mixed_precision", "accumulation", "two_axes"]),
-    "data": ((2, 4), ["ddp", "no_tokens", "sequence_in_parts", "pipeline"]),
+    "data": ((2, 4), ["ddp", "no_tokens", "sequence_in_parts"]),
     "contrastive": ((2, 4), ["every_option", "gradients_of_keys_alone", "what_is_exchanged"]),
     "zero": ((2,), ZERO),
     "context_parallel": ((2, 4), CONTEXT),

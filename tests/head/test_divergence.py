@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contract.cases import KINDS, TAILS
-from fuzz.references import divergence_of
+from contract.references import divergence_of
 from head.kernel_plans import use_kernels
 from lowtide import HeadOptions, TeacherTopK, linear_divergence, plan_divergence
 from promises import promise

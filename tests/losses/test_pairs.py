@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuzz.loss_cases import pair_loss
 from losses.loops import NoHostSync
+from losses.references import pair_loss
 from lowtide import losses
 from lowtide.losses import DPO_KINDS, cpo_loss, dpo_loss, kto_loss, kto_reference, orpo_loss, simpo_loss
 from promises import promise

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuzz.loss_cases import k_estimate, reduced
 from losses.loops import Batch, batch, each
+from losses.references import k_estimate, reduced
 from lowtide import linear_divergence, linear_logprobs, losses
 from promises import promise
 

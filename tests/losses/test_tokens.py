@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuzz.loss_cases import token_loss
 from losses.loops import Batch, NoHostSync, batch
+from losses.references import token_loss
 from lowtide import losses
 from promises import promise
 

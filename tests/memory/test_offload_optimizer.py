@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -134,25 +133,6 @@ def test_states_come_back_in_the_last_backward_or_behind_it(
     assert late != any(p._post_accumulate_grad_hooks for p in pair.model.parameters())
 
 
-def test_a_forward_that_is_broken_off(side: LazySide) -> None:
-    pair = Pair()
-    pair.train(1)
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    for steps in (2, 0):
-        hook = pair.model.blocks[3].register_forward_hook(fail)
-        with pytest.raises(KeyboardInterrupt):
-            pair.model(batch(0))
-        hook.remove()
-        assert len(pair.where()) > 1
-        pair.train(steps)
-    for p in (*pair.model.parameters(), *pair.stock.parameters()):
-        p.grad = torch.ones_like(p)
-    pair.step()  # with some states on their way out
-
-
 def test_some_parameters_without_gradients_frozen_or_tied(side: LazySide) -> None:
     model = Plain(6)
     model.head.weight = model.embed.weight
@@ -275,20 +255,6 @@ def test_removed(moment: str, side: LazySide) -> None:
     copies = side.copies
     pair.train(2)
     assert side.copies == copies
-
-
-@pytest.mark.parametrize("moment", ["device", "host", "coming"])
-def test_an_optimizer_that_goes_takes_all_with_it(moment: str, side: LazySide) -> None:
-    gc.disable()
-    try:
-        pair = Pair()
-        pair.come_to(moment)
-        del pair.ours, pair.handle
-        assert side.pinned == 0
-        assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in pair.model.modules()) == 0
-        pair.model(batch(1)).backward()
-    finally:
-        gc.enable()
 
 
 def test_calling_again_replaces(side: LazySide) -> None:
@@ -451,25 +417,3 @@ def test_a_step_that_raises(why: str, side: LazySide) -> None:
         assert pair.where() == {"coming"}, "they left in forward"
     pair.step()
     pair.train(2)
-
-
-def test_a_gradient_scaler(side: LazySide) -> None:
-    """It unscales between backward and step, and leaves out a step whose gradients are not finite."""
-    pair = Pair()
-    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
-    for k in range(6):
-        for (model, optimizer), scaler in zip(pair.both(), scalers, strict=True):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(batch(k))
-            scaler.scale(loss).backward()
-            if k == 3:
-                next(model.parameters()).grad[0] = torch.inf
-            if k % 2:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-    pair.handle.bring_back()
-    pair.same()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,17 +178,6 @@ def test_a_model_that_is_made_later(bf16: bool, build: Any, tmp_path: Path) -> N
 def test_bad_arguments(name: str, value: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=f"{name}: expected"):
         lowtide.PatchCallback(**{name: value})
-
-
-@promise("errors")
-def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That `import lowtide` imports none is a test of the package."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "lowtide.models.callback", raising=False)
-    with pytest.raises(UnsupportedError, match=r"PatchCallback: expected transformers.*lowtide\[hf\]"):
-        lowtide.__getattr__("PatchCallback")
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        lowtide.__getattr__("nothing")
 
 
 @promise("adapters", "reversible")

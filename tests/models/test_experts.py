@@ -71,25 +71,11 @@ def test_a_hook_on_the_activation_is_followed(both, batch):
     assert abs(loss - plain) > 1e-4
 
 
-def cap(experts):
-    """Give experts a capacity, as some mixtures have it: pairs behind it add nothing."""
-    kind, E = type(experts), experts.num_experts
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        chosen = nn.functional.one_hot(top_k_index.reshape(-1), E)
-        places = (chosen.cumsum(0) * chosen).sum(-1).view_as(top_k_index)
-        inside = places <= top_k_index.numel() // E
-        return kind.forward(self, hidden_states, top_k_index, top_k_weights * inside)
-
-    experts.__class__ = type("Capped", (kind,), {"forward": forward})
-
-
 def int8(weight):
     return nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
 
 
 FORMS = {
-    "capacity": (cap, "not transformers' own code"),
     "quantised": (lambda m: setattr(m, "down_proj", int8(m.down_proj)), "quantised"),
     "an exact GELU": (lambda m: setattr(m, "act_fn", nn.GELU()), "its experts are not"),
     "a forward of its own": (lambda m: setattr(m, "forward", m.forward), "replaced on the instance"),

@@ -34,7 +34,6 @@ KINDS = {  # the class that makes a model of the kind, and its title
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
 CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
 COMPARED = (FUSED, FELL_BACK, DIFFERENT)
-STATUSES = (FUSED, FELL_BACK, NOT_BUILT, CRASHED, TIMED_OUT, DIFFERENT)
 
 
 def types(kind: str) -> list[str]:

@@ -75,14 +75,11 @@ def cross_entropy(
 
 def token_stats(
     input, linear_weight, target=None, want=("logprob",), linear_bias=None, softcap=None, logit_scale=1.0,
-    ignore_index=-100, topk=None, dead=None,
+    ignore_index=-100, topk=None,
 ):  # fmt: skip
-    """The floating fields of ``want`` in its order. ``dead`` [...]: tokens whose hidden states are not finite."""
+    """The floating fields of ``want`` in its order."""
     alone = tuple(want) == ("logprob",) and target.dim() < input.dim()
-    nothing = dead
-    if alone:  # a token without a target counts for nothing
-        nothing = (target == ignore_index) if dead is None else dead | (target == ignore_index)
-    kept = input if nothing is None else kept_rows(input, ~nothing)
+    kept = kept_rows(input, target != ignore_index) if alone else input  # without a target it counts for nothing
     z = logits_of(kept, linear_weight, linear_bias, softcap, logit_scale)
     logp = z.log_softmax(-1)
     p = logp.exp()
@@ -98,14 +95,7 @@ def token_stats(
         several = target if target.dim() == input.dim() else target[..., None]
         ys = several.long().where(several != ignore_index, 0)
         logprob = logprob_of(z, ys[..., 0])[..., None] if ys.shape[-1] == 1 else logp.gather(-1, ys)
-        found["logprob"] = logprob.reshape(target.shape)
-    if dead is not None:
-        found = {
-            k: v.masked_fill(dead.view((*dead.shape, *[1] * (v.dim() - dead.dim()))), math.nan)
-            for k, v in found.items()
-        }
-    if target is not None:
-        found["logprob"] = found["logprob"].where(target != ignore_index, 0)
+        found["logprob"] = logprob.reshape(target.shape).where(target != ignore_index, 0)
     return tuple(found[name] for name in want)
 
 
