@@ -46,6 +46,8 @@ slow: $(VENV)/.test
 	$(pytest) --slow $(ARGS)
 	$(pytest) --seed-offset 1 --judge $(ARGS)
 	$(pytest) --seed-offset 2 $(ARGS)
+	for level in default avx2; do \
+	    ATEN_CPU_CAPABILITY=$$level $(pytest) tests/contract/test_values.py tests/mlp/test_memory.py || exit 1; done
 	$(VENV)/bin/python tests/mutants.py
 
 weekly: $(VENV)/.test
@@ -61,7 +63,7 @@ gpu:
 # Beside the pinned transformers, in a folder, the release that `pip install` brings today.
 next := $(VENV)-next
 next: $(VENV)/.test $(next)/.transformers
-	LOWTIDE_TRANSFORMERS=$(next) $(pytest) --slow tests/models/test_next_transformers.py
+	PYTHONPATH=$(abspath $(next)) $(pytest) tests/models/test_every_type.py tests/models/test_forms.py tests/models/test_parts.py
 
 # A second environment has the oldest torch that pyproject.toml allows, and the oldest transformers and peft for training.
 # Compilers differ most between versions of torch, and what its graph holds, which checkpoints build on.

@@ -12,7 +12,6 @@ from lowtide.bench import harness
 from lowtide.bench.harness import (
     OUT_OF_MEMORY,
     Row,
-    Table,
     begin,
     is_failure,
     reason_in,
@@ -23,18 +22,6 @@ from lowtide.errors import UnsupportedError
 from promises import promise
 
 pytestmark = promise("commands")
-TABLE = Table(
-    {"name": "<8", "tokens": "7", "ms": "7.2f", "twice": "9,.0f", "x": "6.1f"},
-    lambda row: [row["note"]] if "note" in row else [],
-)
-
-
-def test_a_table_has_a_width_for_each_column() -> None:
-    assert TABLE.header == "name     tokens     ms    twice     x\n"
-    row: Row = {"name": "lowtide", "tokens": 64, "ms": 1234.5, "twice": 2469.0}
-    assert TABLE.line(row) == "lowtide      641234.50    2,469\n"
-    assert TABLE.line({**row, "note": "a", "failed": "b"}) == "lowtide      641234.50    2,469  a; b\n"
-    assert TABLE.line({"name": "naive", "tokens": 64, "failed": "not here"}) == "naive        64  not here\n"
 
 
 @pytest.mark.parametrize(

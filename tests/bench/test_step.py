@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import OUT_OF_MEMORY
 from lowtide.bench.variant import Variant
 from lowtide.errors import ArgumentValueError
-from lowtide.train.shapes import SHAPES, model_config
 from promises import promise
 
 pytestmark = promise("commands")
@@ -42,23 +40,6 @@ def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(step, "measure_steps", steps)
     assert row_of("stock") == {"failed": OUT_OF_MEMORY}
-
-
-def test_a_model_without_fused_attention_takes_its_own_and_says_so(tmp_path: Path) -> None:
-    """Gemma 2 caps its scores, which PyTorch's fused attention cannot."""
-    file = tmp_path / "gemma2.json"
-    file.write_text(json.dumps({**SHAPES["lowtide-small"], "model_type": "gemma2", "vocab_size": 99, "head_dim": 32}))
-    row = row_of("lowtide:all", model=str(file))
-    assert row["attention"] == "eager"
-
-
-def test_compile_is_the_stock_model_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: compiled.append(kwargs) or function)
-    config = model_config("lowtide-small")
-    model = models.build_model(Variant.named("compile:all"), config, torch.float32, CPU)
-    assert compiled == [{"dynamic": False}] * (config.num_hidden_layers + 1)  # the layers and the loss
-    assert type(model).__name__ == "LlamaForCausalLM"
 
 
 def test_variants_by_name() -> None:

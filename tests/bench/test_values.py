@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.bench import case as cases
-from lowtide.bench.case import MOST_LOGITS, TABLE, Case, Values, make_case, row_of
+from lowtide.bench.case import TABLE, Case, Values, make_case, row_of
 from lowtide.bench.config import WORKS
 from lowtide.bench.harness import Peer, Row
 from lowtide.bench.head import PEERS
@@ -123,16 +123,6 @@ def test_the_limit_runs_the_gemms_that_the_case_needs_and_a_row_has_every_figure
     assert f"{row['ms']:.2f}" in TABLE.line(row)
 
 
-def test_rows_of_the_limit_are_2048_4096_and_all() -> None:
-    def sizes(N: int, V: int) -> tuple[int, ...]:
-        return Case(shape=None, leaves=(torch.empty(N, 1, device="meta"), torch.empty(V, 1, device="meta"))).sizes
-
-    assert sizes(16384, 2) == (2048, 4096, 16384)
-    assert sizes(3000, 2) == (2048, 3000)
-    assert sizes(262144, MOST_LOGITS // 5000 // 4) == (2048, 4096)
-    assert sizes(8192, MOST_LOGITS) == (2048,)  # there is always one
-
-
 def row_of_case(peer: Peer, case: Case) -> Row:
     times = partial(time_side_by_side, device="cpu", warm=0, reps=1)
     return row_of(case, peer, N, case.exact(), times)
@@ -156,20 +146,6 @@ def test_what_is_wrong_is_reported() -> None:
     assert max(measured(naive, mean)["errors"].values()) < 1e-5
     wrong = measured(lambda: N * naive()[0], mean)
     assert wrong["errors"]["dw"] == pytest.approx(N - 1, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("work", "name", "reason"),
-    [
-        ("logprob-entropy", "cce-exact", "logprob of one target a token alone"),
-        ("targets", "trl", "of one target a token alone"),
-        ("mean", "liger", "GPUs only"),
-        ("mean", "liger-native", "GPUs only"),
-    ],
-)
-def test_a_peer_says_what_it_cannot_do(work: str, name: str, reason: str) -> None:
-    with pytest.raises(UnsupportedError, match=reason):
-        CASES[work][1][name].build(case_of(work))
 
 
 def test_mlps_compute_the_same_and_the_limit_runs_their_gemms() -> None:

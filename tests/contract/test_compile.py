@@ -15,7 +15,6 @@ import support
 from contract import parts
 from contract.function import Arguments, Mode, flat, gradients, leaves, total, trained
 from contract.table import MODES, every_mode
-from lowtide import linear_logprobs
 from promises import promise
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
@@ -44,17 +43,6 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], kwargs: Arguments, **n
     grads = (torch.autograd.grad(total(found), leaves(kwargs)) for found in (got, want))
     for g, e in zip(*grads, strict=True):
         torch.testing.assert_close(g, e, **near)
-
-
-@SLOW
-def test_log_probabilities_twice_in_one_graph_for_any_shape() -> None:
-    """As of a policy and of its reference."""
-    step = torch.compile(
-        lambda x, w, y: linear_logprobs(x, w, y) - linear_logprobs(x.detach(), w.detach(), y),
-        fullgraph=True, backend="aot_eager", dynamic=True,
-    )  # fmt: skip
-    x, w, y = torch.randn(5, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True), torch.randint(33, (5,))
-    torch.testing.assert_close(step(x, w, y), torch.zeros(5))
 
 
 @pytest.mark.parametrize(

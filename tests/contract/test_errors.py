@@ -21,13 +21,16 @@ from lowtide import (
     linear_token_stats,
 )
 from lowtide.errors import ArgumentValueError, LowtideError
+from promises import promise
 from support import head
 
+pytestmark = promise("errors")
 Bad = tuple[dict[str, Any], type[Exception], str]
 x, w, b, y = head((2, 3), 4, 7)
 tx, tw, tb, _ = head((2, 3), 5, 7, seed=1)
 ids, logprobs = torch.zeros(2, 3, 2, dtype=torch.long), torch.full((2, 3, 2), 0.3).log()
 HEAD: dict[str, Any] = {"input": x, "linear_weight": w, "linear_bias": b}
+SIDES = ("chosen", "rejected", "ref_chosen", "ref_rejected")
 TOPK = {"teacher_input": None, "teacher_weight": None, "teacher_bias": None}
 
 
@@ -61,10 +64,6 @@ OF_ALL: list[Bad] = [
     ({"linear_bias": torch.rand(6)}, ValueError, r"^linear_bias: expected shape \[7\].*got \[6\]"),
     ({"linear_bias": torch.rand(7).double()}, TypeError, "^linear_bias: expected dtype torch.float32"),
     ({"softcap": 0}, ValueError, "^softcap: expected a finite number above 0, got 0"),
-    ({"softcap": -3.0}, ValueError, "^softcap: expected a finite number above 0, got -3.0"),
-    ({"softcap": float("inf")}, ValueError, "^softcap: expected a finite number above 0, got inf"),
-    ({"softcap": "a"}, TypeError, "^softcap: expected a number, got 'a'"),
-    ({"softcap": torch.ones(())}, TypeError, "^softcap: expected a number"),
     ({"options": {"workspace_mib": 3}}, TypeError, "^options: expected lowtide.HeadOptions or None, got dict"),
     ({"options": HeadOptions(backend="exp")}, RuntimeError, "^backend: expected .*'torch'.*, got 'exp'"),
     ({"options": HeadOptions(backend="row")}, RuntimeError, "^backend: expected .*'torch'.*, got 'row'"),
@@ -72,7 +71,6 @@ OF_ALL: list[Bad] = [
 OF_SCALED: list[Bad] = [  # all but the divergence
     ({"logit_scale": torch.rand(2)}, ValueError, r"^logit_scale: expected a number or a 0-d tensor, got shape \[2\]"),
     ({"logit_scale": True}, TypeError, "^logit_scale: expected a number or a 0-d tensor, got True"),
-    ({"logit_scale": "1"}, TypeError, "^logit_scale: expected a number"),
 ]
 OF_TARGETS: list[Bad] = [
     ({"target": torch.ones(2, 2, dtype=LONG)}, ValueError, r"^target: expected shape \[2, 3\].*got \[2, 2\]"),
@@ -87,7 +85,6 @@ OF_TARGETS: list[Bad] = [
 OF_REDUCED: list[Bad] = [
     ({"reduction": "avg"}, ValueError, "^reduction: expected 'mean', 'sum' or 'none', got 'avg'"),
     ({"num_items": 0, "reduction": "mean"}, ValueError, "^num_items: expected a finite number above 0, got 0"),
-    ({"num_items": "7", "reduction": "mean"}, TypeError, "^num_items: expected a number, got '7'"),
     ({"num_items": torch.ones(1), "reduction": "mean"}, ValueError, "^num_items: expected a number or a 0-d tensor"),
     ({"num_items": 3, "reduction": "sum"}, ValueError, "^num_items: expected None with reduction='sum', got 3"),
     ({"num_items": 3, "reduction": "none"}, ValueError,
@@ -110,11 +107,9 @@ OWN: dict[str, list[Bad]] = {
         *(({"target": torch.rand(2, 3, *more)}, TypeError, "^target: expected class.*linear_apply.*linear_divergence")
           for more in ((), (7,))),
         ({"weight": torch.rand(6)}, ValueError, r"^weight: expected one class weight for each of 7, got shape \[6\]"),
-        ({"weight": [1.0] * 7}, TypeError, "^weight: expected a torch.Tensor"),
         ({"weight": torch.rand(7, device="meta")}, ValueError, "^weight: expected a tensor on cpu.*got meta"),
         ({"shift": "no"}, TypeError, "^shift: expected True or False, got 'no'"),
         ({"label_smoothing": 1.5}, ValueError, "^label_smoothing: expected a number from 0 to 1, got 1.5"),
-        ({"label_smoothing": "a"}, TypeError, "^label_smoothing: expected a number, got 'a'"),
         ({"z_loss": float("nan")}, ValueError, "^z_loss: expected a finite number.*got nan"),
         ({"token_weight": torch.rand(3)}, ValueError, r"^token_weight: expected shape \[2, 3\].*got \[3\]"),
         ({"input": torch.rand(4), "target": torch.tensor(1), "shift": True}, ValueError,
@@ -124,12 +119,10 @@ OWN: dict[str, list[Bad]] = {
     ],
     "linear_token_stats": [
         ({"want": "entropy"}, TypeError, "^want: expected a sequence of names among 'logprob', .*got 'entropy'"),
-        ({"want": 3}, TypeError, "^want: expected a sequence of names"),
         ({"want": ()}, ValueError, "^want: expected names among .*got none"),
         ({"want": ("lse", "perplexity")}, ValueError, "^want: expected names among .*got 'perplexity'"),
         ({"want": ("lse", "topk")}, ValueError, "^topk: expected an int, as want has 'topk', got None"),
         ({"topk": 0}, ValueError, "^topk: expected an int from 1 to 7, the vocabulary, got 0"),
-        ({"topk": 8}, ValueError, "^topk: expected an int from 1 to 7, the vocabulary, got 8"),
         ({"topk": 2.0}, TypeError, "^topk: expected an int, got 2.0"),
         ({"target": None}, ValueError, "^target: expected class indices, as want has 'logprob', got None"),
         ({"target": None, "want": ("is_top1",)}, ValueError,
@@ -157,16 +150,13 @@ OWN: dict[str, list[Bad]] = {
          "^teacher_weight: expected at least one"),
         ({"kind": "kl"}, ValueError, "^kind: expected 'forward_kl', 'reverse_kl', 'jsd' or 'tv', got 'kl'"),
         ({"beta": 1.5}, ValueError, "^beta: expected a number from 0 to 1, got 1.5"),
-        ({"beta": "a"}, TypeError, "^beta: expected a number, got 'a'"),
         ({"temperature": 0}, ValueError, "^temperature: expected a finite number above 0, got 0"),
-        ({"temperature": float("nan")}, ValueError, "^temperature: expected a finite number above 0, got nan"),
         ({"temperature": torch.ones(2)}, ValueError, "^temperature: expected a number or a 0-d tensor"),
         ({"temperature": torch.ones((), requires_grad=True)}, ValueError,
          "^temperature: .*requires no gradient.*detach"),
         ({"mask": torch.ones(2, 3)}, TypeError,
          "^mask: expected dtype torch.bool, True where computed, got torch.float32"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, r"^mask: expected shape \[2, 3\]"),
-        ({"mask": [True]}, TypeError, "^mask: expected a torch.Tensor"),
         ({"teacher_softcap": -1.0}, ValueError, "^teacher_softcap: expected a finite number above 0, got -1.0"),
         ({**TOPK, "teacher_topk": (ids, logprobs), "teacher_softcap": 3.0}, ValueError,
          "^teacher_softcap: expected None with teacher_topk, got a float"),
@@ -193,7 +183,6 @@ OWN: dict[str, list[Bad]] = {
     "linear_apply": [
         ({"fn": lambda z, y: z[1:, 0]}, ValueError, r"^fn: expected results of shape \[\d+, ...\]"),
         ({"fn": lambda z, y: z.sum()}, ValueError, 'out="sum"'),
-        ({"fn": lambda z, y: z.T}, ValueError, r"results of shape"),
         ({"fn": lambda z, y: 1.0}, TypeError, "to return tensors, in any pytree, got float"),
         ({"fn": lambda z, y: [z, "a"]}, TypeError, "to return tensors, in any pytree, got str"),
         ({"fn": lambda z, y: z.sum(-1), "out": "sum"}, ValueError, 'out="token"'),
@@ -242,6 +231,40 @@ def test_bad_arguments(name: str, change: dict[str, Any], kind: type[Exception],
         function(**{**good, **change})
     assert isinstance(caught.value, LowtideError)
     assert "\n" not in str(caught.value)
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {  # of a tensor that has at least one axis
+    "complex": lambda t: t.to(torch.complex64),
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.view(len(t), -1).to_sparse_csr(),
+    "nested": lambda t: torch.nested.nested_tensor([t]),
+    "jagged": lambda t: torch.nested.nested_tensor([t[:1], t[1:]], layout=torch.jagged),
+    "float8": lambda t: t.to(torch.float8_e4m3fn),
+    "quantised": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8),
+    "an object": lambda t: object(),
+}
+NUMBERS = ("a", 10**400, 1j, torch.ones(2), torch.tensor(1j), [1], object())  # which no argument takes for a number
+LOSSES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sft_loss": (lowtide.losses.sft_loss, {"logprob": logprobs, "mask": ids + 1}),
+    "dpo_loss": (lowtide.losses.dpo_loss, {f"{side}_logprob": logprobs[0, 0] for side in SIDES}),
+}
+OF_NUMBERS = {
+    "linear_cross_entropy": ("softcap", "logit_scale", "label_smoothing", "z_loss", "num_items"),
+    "linear_divergence": ("softcap", "teacher_softcap", "temperature", "beta"), "swiglu_mlp": ("tile_tokens",),
+    "rms_norm": ("eps", "offset"), "sft_loss": ("num_items",), "dpo_loss": ("beta", "label_smoothing"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, about the tensors made here
+@pytest.mark.parametrize("name", [*FUNCTIONS, *LOSSES])
+def test_tensors_of_no_use_and_what_is_no_number_are_named(name: str) -> None:
+    function, good = (FUNCTIONS | LOSSES)[name]
+    bad = [(argument, change(value.detach().float())) for argument, value in good.items()
+           if isinstance(value, Tensor) for change in FORMS.values()]  # fmt: skip
+    bad += [(argument, value) for argument in OF_NUMBERS.get(name, ()) for value in NUMBERS]
+    for argument, value in bad:
+        with pytest.raises(LowtideError, match=f"^{argument}: expected"):
+            function(**{**good, argument: value})
 
 
 def test_the_good_arguments_are_good() -> None:

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import DEVICE, THOROUGH, main
+from distributed.launch import DEVICE, main
 from distributed.sharded import (
     LEADING,
     WAYS,
@@ -58,24 +57,6 @@ def random_numbers() -> None:
         want.square().sum().backward()
         near(whole(way, px.grad, of_vocab=False), x.grad, way)
         near(whole(way, pw.grad, of_vocab=True), w.grad, way)
-
-
-def checkpointed_and_compiled() -> None:
-    """Inside torch.utils.checkpoint, in bfloat16 under autocast; where it may be slow, with fn compiled."""
-    x, w, b, y = head(LEADING, D, V)
-    px, pw, pb = (spread("local", t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-    shard = lowtide.VocabShard.of(pw)
-
-    def run(x: Tensor, w: Tensor, b: Tensor | None, **kwargs: Any) -> Tensor:
-        return lowtide.linear_apply(
-            lambda z, y: F.cross_entropy(z, y, reduction="none"), x, w, y, linear_bias=b, **kwargs
-        )
-
-    with torch.autocast(DEVICE, torch.bfloat16):
-        checkpoint(run, px, pw, pb, vocab_shard=shard, compile=THOROUGH, use_reentrant=False).sum().backward()
-        run(x, w, b).sum().backward()
-    for ours, true in ((px.grad, x.grad), (whole("local", pw.grad, of_vocab=True), w.grad)):
-        torch.testing.assert_close(ours, true, rtol=2e-2, atol=2e-2)
 
 
 def memory() -> None:

@@ -7,6 +7,9 @@ attention (`distributed.ring`), on GPUs whatever PyTorch takes.
 from __future__ import annotations
 
 import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,13 +22,14 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import lowtide
-from distributed.launch import DEVICE, SEED, THOROUGH, main
-from distributed.models import VOCAB, counted, fused, gradients, model_of, near
+from distributed.launch import DEVICE, SEED, THOROUGH, main, slow
+from distributed.models import VOCAB, counted, fused, gradients, model_of, near, whole
 from distributed.ring import ring_on_cpus
 from lowtide.distributed import count_items
 from lowtide.memory import ActivationPolicy, apply_policy, copies
 from memory.models import LazySide
 from pages.blocks import all_blocks, compiled
+from support import forget_accelerate
 
 ON_CPU = DEVICE == "cpu"
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 32, "head_dim": 8}
@@ -129,6 +133,69 @@ def documented() -> None:
     exec(compiled(block), names)
     near(mean_of_ranks(model, names["loss"]), step(stock, mesh, ids, labels), true, block)
     fused(names["report"], 1)
+
+
+@contextmanager
+def fsdp2() -> Iterator[None]:
+    """What ``accelerate launch`` sets for FSDP2, and what lets accelerate share out sequences on CPUs too."""
+    from accelerate import ParallelismConfig
+
+    from distributed.train_faults import take_fsdp2
+    from distributed.train_runs import ENGINES
+
+    stock = ParallelismConfig._validate_accelerator
+
+    def validate(self: Any, accelerator: Any) -> None:
+        take_fsdp2(accelerator.state)
+        stock(self, accelerator)
+
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ParallelismConfig, "_validate_accelerator", validate)
+            for name, value in (ENGINES["fsdp2"] | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}).items():
+                patched.setenv(name, value)
+            yield
+    finally:
+        forget_accelerate()
+
+
+@slow
+def trainer() -> None:
+    """transformers' Trainer with ``cp_size``: losses, held-out losses and weights of one process, accumulated too."""
+    from accelerate import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    dp, T, rate = dist.get_world_size() // 2, 4 * BALANCED, 0.1
+    ids, labels = (torch.cat(x).cpu() for x in zip(*(batch_of(T, i) for i in range(4 * dp)), strict=True))
+    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    model = model_of(**SHAPE)
+    true, held_out = copy.deepcopy(model).double(), slice(-4 * dp, None)
+    optimizer, want = torch.optim.SGD(true.parameters(), lr=rate), []
+    for part in (slice(0, 4 * dp), held_out):
+        loss = true(input_ids=ids[part].to(DEVICE), labels=labels[part].to(DEVICE)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    with torch.no_grad():
+        want.append(true(input_ids=ids[held_out].to(DEVICE), labels=labels[held_out].to(DEVICE)).loss.item())
+    report = lowtide.patch(model)
+    apply_policy(model, ActivationPolicy(keep="input"))
+    with fsdp2(), tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder, max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=4,
+            gradient_accumulation_steps=2, learning_rate=rate, lr_scheduler_type="constant", optim="sgd",
+            max_grad_norm=1e9, train_sampling_strategy="sequential", logging_steps=1, report_to=[],
+            save_strategy="no", disable_tqdm=True, use_cpu=ON_CPU,
+            parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=dp),
+        )  # fmt: skip
+        runs = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[held_out])
+        runs.train()
+        got = [log["loss"] for log in runs.state.log_history if "loss" in log] + [runs.evaluate()["eval_loss"]]
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        for (name, p), right in zip(model.named_parameters(), true.parameters(), strict=True):
+            torch.testing.assert_close(whole(p).double(), right, rtol=1e-5, atol=1e-5, msg=name)
+    fused(report, 5)
 
 
 if __name__ == "__main__":

@@ -107,12 +107,6 @@ class Ranks:
         self.start(ranks, *arguments, **options)
         return self.end()
 
-    def succeed(self, ranks: int, *arguments: object, **options: Any) -> Ended:
-        """Run to the end, which must be good on every rank."""
-        ended = self(ranks, *arguments, **options)
-        assert ended.statuses == [0] * ranks, ended
-        return ended
-
     def close(self) -> None:
         """End the process that forks."""
         assert self._process.stdin is not None

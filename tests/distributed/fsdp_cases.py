@@ -206,7 +206,7 @@ def mixed_precision() -> None:
 def parts_of_models() -> None:
     """Policies around layers, experts in units of their own, weights in 4 bits: MLPs at both levels, beside stock.
 
-    Also offloaded, on what is sharded already; one input for several layers, whose weights are not all there, is refused.
+    Also offloaded, on what is sharded already; one input for several layers is refused: its weights are not all there.
     """
 
     def experts_apart(model: Any) -> Any:

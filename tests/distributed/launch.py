@@ -39,6 +39,7 @@ MODULES = {  # which take long to import: of files and of cases, before they are
     "megatron": ("megatron.core.models.gpt.gpt_model",),
     "adapters": ("peft",),
     "parts_of_models": ("peft",),
+    "trls_function": ("trl.trainer.utils",),
 }
 SECONDS = 1200.0  # until the ranks are killed, compiling kernels included, on a busy machine
 

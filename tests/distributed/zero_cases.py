@@ -250,6 +250,24 @@ def adapters() -> None:
         assert of_mlp(engine.module) == 7
 
 
+class Distilled(nn.Module):
+    """A student's divergence from a frozen teacher, by TRL's function in the student's forward."""
+
+    def __init__(self, student: Any, teacher: Any) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+        heads: list[Any] = []
+        for model in (self.student, self.teacher):
+            head = model.get_output_embeddings()
+            heads += [model.base_model(input_ids).last_hidden_state.flatten(0, 1), head.weight, head.bias]
+        found, entropy = function.apply(*heads, 0.3, 0.7)
+        assert not entropy.requires_grad
+        return SimpleNamespace(loss=found[labels.flatten() != -100].mean())
+
+
 def patched_inside() -> None:
     """`patch` on the engine's module, after steps of the stock model, and undone."""
     model = model_of(num_hidden_layers=2)
@@ -262,6 +280,26 @@ def patched_inside() -> None:
     lowtide.unpatch(engine.module)
     assert of_mlp(engine.module) == 0, "gathered for nothing"
     same_steps("unpatched", engine, stock)
+
+
+def trls_function() -> None:
+    """TRL's divergence by lowtide's head is TRL's on whole weights, which are gathered no longer than a call."""
+    pytest.importorskip("trl")
+    student, teacher = model_of("phi"), model_of("phi", hidden_size=8, head_dim=2)
+    stock, engine = Plain(Distilled(copy.deepcopy(student), teacher)), zero(Distilled(student, copy.deepcopy(teacher)))
+    batches = [batch_of(dist.get_rank() + 7 * i) for i in range(2)]
+    expected = [step(stock, batch) for batch in batches]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+        file.flush()
+        active = HfDeepSpeedConfig(file.name)  # while it lives, TRL gathers the heads
+        report = lowtide.patch_trl()
+        alike("losses", [step(engine, batch) for batch in batches], expected)
+        del active
+    lowtide.unpatch_trl()
+    assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 2), report
+    same_weights("TRL", engine, weights(stock))
+    assert gathered(engine) == set()
 
 
 def logits_read() -> None:

@@ -21,7 +21,6 @@ from lowtide import (
     linear_token_stats,
 )
 from lowtide.head.token_stats import WANTS
-from lowtide.trl.calls import LogProbCall
 from promises import promise
 from support import (
     assert_near,
@@ -197,16 +196,3 @@ def test_a_target_out_of_range_is_nan_and_never_a_number(wrong: int) -> None:
         assert linear_logprobs(x, w, ids[7, :1].repeat(20), support=ids[7]).isnan().all()
         for symmetric in (False, True):
             assert linear_contrastive(x, w, positives=y, symmetric=symmetric).isnan()
-
-
-@pytest.mark.parametrize(("dtype", "cap"), [(SINGLE, None), (torch.bfloat16, 5.0)])
-def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap: float | None) -> None:
-    """In what stands in for TRL's functions."""
-    x, w, b, y = on_gpu(3001, 128, 5003, dtype=dtype)
-    policy, *_ = LogProbCall(x, w, b, y, 0.8, 1, cap).run(None)
-    frozen = [t.detach() for t in (x, w, b)]
-    with torch.no_grad():
-        reference, *_ = LogProbCall(*frozen, y, 0.8, 1, cap, 1.0, ("log_probs",)).run(None)
-    assert policy is not None
-    assert reference is not None
-    assert torch.equal(policy, reference)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu.conftest import ON_GPU, no_waits, requested_bytes
+from gpu.conftest import ON_GPU, no_waits
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
-from lowtide.measure.timing import peak_above
 from promises import promise
 from support import assert_near, doubled, every_pair, rms_norm_oracle
 
@@ -75,39 +74,6 @@ def test_bitwise_the_same_and_no_synchronisation() -> None:
     with no_waits():
         again = torch.autograd.grad(layer(*inputs), inputs[:3])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def kept_and_peak(forward: Callable[[], Any]) -> tuple[int, int]:
-    forward()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = requested_bytes()
-    held = forward()
-    return requested_bytes() - before, requested_bytes("peak") - before + 0 * len(held)
-
-
-@promise("memory")
-def test_memory() -> None:
-    N, D = 8192, 2048
-    x, residual = (random(N, D, dtype=torch.bfloat16, seed=s) for s in (0, 1))
-    weight = random(D, dtype=torch.bfloat16, seed=2)
-    row = x.nbytes
-    kept, peak = kept_and_peak(lambda: (rms_norm(x, weight, EPS),))
-    assert kept == row + 4 * N
-    assert peak == kept
-    kept, peak = kept_and_peak(lambda: add_rms_norm(x, residual, weight, EPS))
-    assert kept == 2 * row + 4 * N
-    assert peak == kept
-    q, k = (random(1, N, H, 64, dtype=torch.bfloat16, grad=False).transpose(1, 2).requires_grad_() for H in (32, 8))
-    cos, sin = (random(1, N, 64, dtype=torch.bfloat16, grad=False) for _ in range(2))
-    kept, peak = kept_and_peak(lambda: rotary(q, k, cos, sin))
-    assert kept == q.nbytes + k.nbytes
-    assert peak == kept
-    out = rms_norm(x, weight, EPS)
-    partial = 4 * torch.cuda.get_device_properties(0).multi_processor_count * D * 4
-    torch.cuda.empty_cache()  # of a block that is free the unused rest would count
-    extra = peak_above(lambda: torch.autograd.grad(out, (x, weight), out, retain_graph=True), "cuda")
-    assert extra <= row + partial + 64 * D
 
 
 def test_rotary_of_heads_that_lie_far_apart() -> None:

@@ -91,16 +91,6 @@ def test_errors(size: tuple[int, int, int], workspace: int) -> None:
     check_dense(report)
 
 
-def test_bias_and_scale() -> None:
-    """The GEMM with a transform, and a bias with its own exact gradient, and class weights."""
-    x, w, y = problem(2000, 512, 8000)
-    b, q = torch.randn(8000, device="cuda") * 0.2, torch.rand(8000, device="cuda") + 0.5
-    b = b.bfloat16()
-    right = exact(x, w, y, b.float(), 0.9, weight=q.double())
-    options = HeadOptions(skip=ACCEPTED, workspace_mib=300)
-    check(x, w, y, right, b, weight=q, logit_scale=0.9, options=options)
-
-
 def test_softcap() -> None:
     """A tile is chosen by its entries times the cap's slope, and the loss is of its exponentials."""
     x, w, y = problem(*SIZES[1])

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree as pytree
 
-from lowtide import HeadOptions, linear_apply, plan_head
+from lowtide import HeadOptions, linear_apply
 from lowtide.errors import LowtideError
-from lowtide.measure.allocations import track_allocations
 from promises import promise
 from support import assert_near, assert_same_gradients, every_pair, head
 
@@ -48,20 +47,6 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
 def written_over(z: Tensor) -> Tensor:
     z.mul_(2).add_(1)
     return z
-
-
-class HandsOn(torch.autograd.Function):
-    """A function whose backward returns the logits' own memory, rows and columns exchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        ctx.save_for_backward(z)
-        return z.sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (z,) = ctx.saved_tensors
-        return z.T if len(z) == z.shape[1] else torch.zeros_like(z)
 
 
 OF_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -101,43 +86,6 @@ def test_views_of_the_logits_and_changes_in_place(
         kept = upstream.clone()
         assert_near(*(torch.autograd.grad(out, (x, w, b), upstream) for out in (got, want)), 1e-10)
         assert torch.equal(upstream, kept), "of a view of the logits it is their gradient, and is not written over"
-
-
-def test_a_gradient_that_lies_in_the_logits_own_memory() -> None:
-    leaves = head(11, 5, 11, dtype=torch.float64)[:3]
-    options = HeadOptions(workspace_mib=64)
-    value = linear_apply(HandsOn.apply, leaves[0], leaves[1], linear_bias=leaves[2], options=options)
-    z = F.linear(*leaves)
-    want = torch.autograd.grad(z, leaves, z.detach().T.contiguous())
-    assert_near(torch.autograd.grad(value.sum(), leaves), want, 1e-12)
-
-
-@pytest.mark.parametrize("options", [None, SMALL])
-def test_arguments_that_come_back_as_results(options: HeadOptions | None) -> None:
-    x, w, _, y = head((3, 7), 5, 13, dtype=torch.float64)
-    a = torch.rand(3, 7, 2, dtype=torch.float64, requires_grad=True)
-    p = torch.rand(4, dtype=torch.float64, requires_grad=True)
-
-    def fn(z: Tensor, y: Tensor, a: Tensor, p: Tensor) -> Any:
-        return a, {"p": p.expand(len(z), 4), "labels": y, "twice": [z, z], "empty": ()}
-
-    one, two = linear_apply(fn, x, w, y, a, params=(p,), options=options)
-    assert torch.equal(two["labels"], y)
-    assert two["empty"] == ()
-    u, v, first, second = (torch.randn(3, 7, n, dtype=torch.float64) for n in (2, 4, 13, 13))
-    total = (one * u).sum() + (two["p"] * v).sum() + (two["twice"][0] * first + two["twice"][1] * second).sum()
-    want = torch.autograd.grad((F.linear(x, w) * (first + second)).sum(), (x, w))
-    assert_near(torch.autograd.grad(total, (x, w, a, p)), (*want, u, v.sum((0, 1))), 1e-12)
-    for out in ("token", "sum"):
-        assert linear_apply(lambda z: (), x, w, out=out, options=SMALL) == ()
-
-
-def test_no_rows_give_results_of_the_right_shape() -> None:
-    for leading, mask in (((3, 0), None), ((3, 2), torch.zeros(3, 2, dtype=torch.bool))):
-        x, w, _, _ = head(leading, 5, 13)
-        values, ids = linear_apply(lambda z: z.topk(4), x, w, mask=mask)
-        assert (values.shape, ids.shape, ids.dtype) == ((*leading, 4), (*leading, 4), torch.int64)
-        assert not any(g.any() for g in torch.autograd.grad(values.sum(), (x, w)))
 
 
 def test_each_sum_has_its_own_upstream_gradient_and_one_sum_needs_no_second_run() -> None:
@@ -360,33 +308,3 @@ def test_the_function_is_compiled_once_for_any_number_of_rows(fn: Any, counter: 
         want = fn(F.linear(x[kept], w, b).view(-1, 33), y[kept].view(-1), gamma).sum()
         assert_same_gradients(loss.sum(), want, (x, w, b, gamma), bound=1e-5)
     assert counter.frame_count <= 2, "forward's graph, with what needs a gradient and without"
-
-
-@promise("memory")
-@pytest.mark.parametrize("fn", [focal, lambda z, y, gamma: z.topk(5)[0].logsumexp(-1)], ids=["focal", "top"])
-def test_more_chunks_take_less_and_masked_rows_nothing(fn: Any) -> None:
-    N, D, V = 512, 16, 4096
-    x, w, _, y = head(N, D, V, bias=False)
-    gamma = torch.tensor(2.0)
-    with track_allocations() as seen:
-        fn(F.linear(x, w), y, gamma).sum().backward()
-    naive = seen.peak_bytes
-    mask = torch.arange(N) % 64 == 0
-    for mib, share, kept in ((4.0, 0.5, None), (1.0, 0.2, None), (None, 1 / 3, None), (None, 0.1, mask)):
-        x.grad = w.grad = None
-        with track_allocations() as seen:
-            options = HeadOptions(workspace_mib=mib)
-            linear_apply(fn, x, w, y, params=(gamma,), options=options, mask=kept).sum().backward()
-        assert seen.peak_bytes <= share * naive
-        assert mib == 4.0 or 0 < seen.largest_bytes < N * V
-
-
-@promise("plans")
-def test_the_plan_says_what_the_function_gets() -> None:
-    rows: list[int] = []
-    x, w, _, _ = head(500, 8, 1000)
-    linear_apply(lambda z: (rows.append(len(z)), z.sum(-1))[1], x, w, options=HeadOptions(workspace_mib=1))
-    planned = plan_head(500, 8, 1000, torch.float32, "cpu", HeadOptions(workspace_mib=1), function=True)
-    assert max(rows) == planned.piece_rows
-    assert f"gets {planned.piece_rows} rows" in str(planned)
-    assert plan_head(500, 8, 1000, torch.float32, "cpu").piece_rows == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -124,26 +123,6 @@ def test_targets_of_any_integer_dtype_and_numbers_of_numpy(dtype: torch.dtype) -
     numpy = {name: (np.int64 if isinstance(value, int) else np.float32)(value) for name, value in plain.items()}
     more = {"ignore_index": np.int64(-100), "options": HeadOptions(workspace_mib=np.int64(3))}
     assert torch.equal(linear_cross_entropy(x, w, y, **plain), linear_cross_entropy(x, w, y, **numpy, **more))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_grad_scaler_skips_a_step_with_infinities_and_goes_on(dtype: torch.dtype) -> None:
-    x, w, _, y = head(30, 8, 40, dtype=dtype, bias=False)
-    master = w.detach().float().requires_grad_()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000, backoff_factor=2.0**-114)
-    optimizer = torch.optim.SGD([master], lr=0.1)
-    before = master.detach().clone()
-    for step in range(2):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = linear_cross_entropy(x, master, y, token_weight=torch.full((30,), 30.0 * 8))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(master.detach(), before) == (step == 0)
-    truth = [t.detach().half().double().requires_grad_() for t in (x, before)]
-    (want,) = torch.autograd.grad(oracle(*truth, y, token_weight=torch.full((30,), 240.0)), truth[1])
-    assert relative_error(before - master.detach(), 0.1 * want) < 2e-3
 
 
 def summed(z: Tensor, y: Tensor) -> Tensor:
@@ -283,31 +262,3 @@ def test_a_log_probability_has_the_same_bits_from_every_function(dtype: torch.dt
     assert torch.equal(got, -linear_cross_entropy(x, w, y, linear_bias=b, reduction="none"))
     assert torch.equal(got, linear_token_stats(x, w, y, linear_bias=b).logprob)
     assert torch.equal(got, linear_token_stats(x, w, torch.stack((y.flip(0), y), -1), linear_bias=b).logprob[:, 1])
-
-
-@pytest.mark.parametrize("name", ["softcap", "logit_scale", "z_loss", "num_items"])
-def test_a_fraction_is_a_number(name: str) -> None:
-    x, w, _, y = head(9, 8, 11, bias=False)
-    fraction, number = (linear_cross_entropy(x, w, y, **{name: n}) for n in (Fraction(1, 3), 1 / 3))  # type: ignore[arg-type]
-    assert torch.equal(fraction, number)
-
-
-OF_TOKENS: dict[str, Callable[..., Tensor]] = {
-    "loss": lambda x, w, y: linear_cross_entropy(x, w, y, reduction="none"),
-    "shifted": lambda x, w, y: linear_cross_entropy(x, w, y, reduction="none", shift=True),
-    "log-probability": linear_logprobs,
-    "entropy": lambda x, w, y: linear_token_stats(x, w, y).entropy,
-    "divergence": lambda x, w, y: linear_divergence(x, w, x.detach() + 1, w.detach(), mask=y != -100),
-    "apply": lambda x, w, y: linear_apply(lambda z: z.logsumexp(-1), x, w, mask=y != -100),
-}
-
-
-@promise("layouts")
-@pytest.mark.parametrize("name", OF_TOKENS)
-def test_values_of_tokens_can_be_written_to(name: str) -> None:
-    x, w, _, y = head((2, 5), 8, 11, dtype=torch.float64)
-    y[0, 1] = -100
-    value, same = (OF_TOKENS[name](x, w, y) for _ in range(2))
-    factor = torch.rand(value.shape, dtype=value.dtype)
-    value *= factor
-    assert_near(*(torch.autograd.grad(v.sum(), (x, w)) for v in (value, same * factor)), 1e-12)

@@ -92,21 +92,6 @@ def test_values_and_gradients(
         assert set(kernels) == {"score", "input_grad", "weight_grad"}
 
 
-@promise("ignored")
-@pytest.mark.parametrize("form", FORMS)
-def test_ignored_tokens_contribute_nothing(form: str, kernels: list[str] | None) -> None:
-    (x, w, b, _), (support, mask) = head(N, D, V), sets_of(form)
-    y = targets(mask, None)
-    y[[2, 5, 11]] = -100
-    with torch.no_grad():
-        x[[2, 5, 11]] = torch.nan
-    logprob = linear_logprobs(x, w, y, linear_bias=b, support=support)
-    assert (logprob[y == -100] == 0).all()
-    grads = torch.autograd.grad(total({"logprob": logprob}), [x, w, b])
-    assert all(g.isfinite().all() for g in grads)
-    assert (grads[0][y == -100] == 0).all()
-
-
 @promise("layouts")
 def test_shapes_and_empty_sets() -> None:
     """Leading axes, none at all, one target beside several, sets of length 0 and tokens that are not there."""

@@ -113,17 +113,6 @@ def test_on_a_cpu_rotations_round_as_transformers_to_the_bit(stock: str, promote
 
 
 @promise("dtypes")
-def test_before_the_weight_it_is_rounded_to_the_inputs_dtype(way: str) -> None:
-    x = 3 * torch.randn(9, 33).bfloat16()
-    for rounding in ("before_weight", "after_weight"):
-        out = rms_norm(x, torch.ones(33), EPS, rounding=rounding)
-        assert torch.equal(out.bfloat16().to(out.dtype), out)
-        assert out.dtype == (torch.float32 if rounding == "before_weight" else torch.bfloat16)
-    wide = rms_norm(x.float(), torch.ones(33), EPS, rounding="before_weight")
-    assert not torch.equal(wide.bfloat16().float(), wide)
-
-
-@promise("dtypes")
 @pytest.mark.parametrize("promote", [True, False])
 def test_tables_of_a_wider_dtype(way: str, promote: bool) -> None:
     kwargs = arguments("rotary", 2, dtype=torch.bfloat16, r=4)

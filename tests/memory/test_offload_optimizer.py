@@ -88,13 +88,6 @@ def test_a_checkpoint_at_any_moment(moment: str, side: LazySide) -> None:
     assert equal(other.parameters(), pair.stock.parameters())
 
 
-def test_offloading_begins_with_states_that_exist(side: LazySide) -> None:
-    pair = Pair(before=lambda pair: pair.train(1))
-    pair.model(batch(1))
-    assert pair.handle.offloaded_bytes > 0
-    pair.train(2)
-
-
 def test_steps_that_are_left_out(side: LazySide) -> None:
     """As a gradient scaler does: the host's copy is as good, and nothing travels out again."""
     pair = Pair()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import apply_policy, offload, offload_optimizer, pinned, remove_policy
+from lowtide.memory import apply_policy, offload_optimizer, pinned, remove_policy
 from memory.models import OFFLOADED_ATTENTION as ATTENTION
 from memory.models import OFFLOADED_INPUT as INPUT
 from memory.models import VOCAB, LazySide, Plain, step
@@ -155,19 +155,6 @@ def test_graphs_that_are_alive_share_the_budget(side: LazySide, ids: Tensor) -> 
     step(model, ids)  # the graphs that were in the way are gone
 
 
-@promise("memory")
-def test_device_memory_with_a_retained_graph(side: LazySide) -> None:
-    """After backward with retain_graph only the layers that backward ended with are on the device."""
-    model = Plain(9, 64, heads=4)
-    apply_policy(model, INPUT)
-    step(model, LONG)
-    loss = model(LONG)
-    with track_allocations() as seen:
-        loss.backward(retain_graph=True)
-    assert seen.events[-1].total_bytes <= 2 * LONG.numel() * 4 * 64 + 20_000
-    loss.backward()
-
-
 @promise("errors")
 def test_changed_in_place_raises(side: LazySide, ids: Tensor) -> None:
     model = Plain(6)
@@ -176,29 +163,6 @@ def test_changed_in_place_raises(side: LazySide, ids: Tensor) -> None:
     model.blocks[1].norm.register_forward_pre_hook(lambda _, args: args[0].mul_(1.01))
     with pytest.raises(UnsupportedError, match="in-place"):
         step(model, ids)
-
-
-def test_each_layer_is_brought_back_while_the_one_after_it_computes(side: LazySide) -> None:
-    """Tensors of every layout, as they were."""
-    offloader = offload.Offloader(None, 6, 6)
-    base = torch.randn(6, 8, 10)
-    tensors = [base, base.transpose(0, 2), base[:, 1:7:2], base[:1].expand(5, 8, 10), base.bfloat16(), base[0, 0]]
-    records, gets = [], []
-    for k, tensor in enumerate(tensors):
-        records.append(offloader.begin(moves=k < 4))
-        gets.append([records[-1].put(tensor), records[-1].put(2 * tensor)])
-    assert (side.copies, side.begun_back) == (8, 0)
-    for k, begun in ((5, 0), (4, 2), (3, 4), (2, 6), (1, 8), (0, 8)):
-        assert torch.equal(gets[k][0](), tensors[k])
-        assert side.begun_back == begun, k
-        got = gets[k][1]()
-        assert torch.equal(got, 2 * tensors[k])
-        assert (got.dtype, got.stride()) == (tensors[k].dtype, (2 * tensors[k]).stride())
-        gets.pop()
-        records.pop()
-    del offloader
-    gc.collect()
-    assert side.pinned == 0
 
 
 def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> None:

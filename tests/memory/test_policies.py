@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.policy import parse_policies, word_of
@@ -72,46 +71,6 @@ def test_a_policy_for_each_layer(offload: bool, pair: tuple[Any, Any], side: Laz
     assert_as_stock(*pair, ids, calls=(3 + 2) + 2 + 1 + 2, seeds=2)
     apply_policy(pair[0], [TWO, GROUPED, OFFLOADED_INPUT if offload else INPUT, ATTENTION, ALL])
     assert_as_stock(*pair, ids, calls=3 * 2 + 2)
-
-
-@promise("memory")
-def test_bytes_that_stay_after_forward() -> None:
-    tokens, D, heads = 512, 64, 4
-    ids = torch.randint(3, VOCAB, (1, tokens))
-    live: dict[tuple[int, ActivationPolicy], int] = {}
-    policies = ALL, ATTENTION, INPUT, replace(TWO, every=4)
-    for layers in (4, 8):
-        model = Plain(layers, D, heads)
-        model(ids)
-        for policy in policies:
-            apply_policy(model, policy)
-            with track_allocations() as seen:
-                loss = model(ids)
-            live[layers, policy] = seen.events[-1].total_bytes
-            del loss
-    all_, attention_, input_, four = ((live[8, one] - live[4, one]) / tokens / 4 for one in policies)
-    slack = 32  # bytes a token: the random state's 5 KB and the like, over 512 tokens
-    assert 4 * D <= input_ < 4 * D + slack
-    assert 4 * D / 4 <= four < 4 * D / 4 + slack
-    assert 8 * D + 16 <= attention_ < 8 * D + 16 + slack  # and a float32 logsumexp for each of 4 heads
-    assert all_ > 4 * attention_
-
-
-@promise("memory")
-def test_inputs_that_were_recomputed_do_not_outlive_their_use() -> None:
-    """In backward the other inputs of one group are there, and of all groups none behind it."""
-    peaks, ids = {}, torch.randint(3, VOCAB, (1, 512))
-    for policy in (INPUT, GROUPED):
-        model = Plain(6, D=64, heads=4).requires_grad_(False)
-        model.embed.requires_grad_(True)
-        apply_policy(model, policy)
-        model(ids).backward()
-        loss = model(ids)
-        with track_allocations() as seen:
-            loss.backward(retain_graph=True)
-        peaks[policy] = seen.peak_bytes
-        assert seen.events[-1].total_bytes < 64 * 512 * 4  # one input
-    assert peaks[GROUPED] - peaks[INPUT] == pytest.approx(2 * 4 * 64 * 512, abs=8 * 12_000)
 
 
 @every_policy

@@ -119,47 +119,6 @@ def test_the_argmax_of_rows_with_a_logit_that_is_not_finite(bad, dtype, pair, ba
     expect_calls(report, 1)
 
 
-# Each takes logits [2, 11, V] and ids [2, 11].
-READ = {
-    "next tokens": lambda z, ids: z.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1),
-    "cross entropy of each": lambda z, ids: torch.stack([F.cross_entropy(z[i, :-1], ids[i, 1:]) for i in (0, 1)]),
-    "argmax of log-probabilities": lambda z, ids: z.log_softmax(-1).argmax(-1, keepdim=True).float(),
-    "on their device": lambda z, ids: z.to(z.device).log_softmax(-1).to("cpu")[0].gather(-1, ids[0, :, None]),
-    "split": lambda z, ids: torch.cat([part.argmax(-1) for part in z.split([4, 7], dim=1)], 1).float(),
-    "copies of all rows": lambda z, ids: z.log_softmax(-1).unsqueeze(1).expand(2, 3, -1, -1).gather(
-        -1, torch.arange(6 * T).remainder(V).view(2, 3, T, 1)
-    ),
-    "two scales of a row": lambda z, ids: (
-        (z / 0.7).log_softmax(-1)[0].gather(-1, ids[0, :, None]) - z.log_softmax(-1)[0].gather(-1, ids[0, :, None])
-    ),
-    "biased, of a row": lambda z, ids: (
-        (z + torch.linspace(-3, 3, V)).log_softmax(-1)[1].gather(-1, ids[1, :, None])
-        + (z + torch.linspace(-3, 3, V)).log_softmax(-1)[1].argmax(-1, keepdim=True)
-    ),
-}  # fmt: skip
-BUILT = {
-    "themselves": lambda z, ids: z,
-    "the highest five": lambda z, ids: z.log_softmax(-1).topk(5).values,
-    "classes one by one": lambda z, ids: torch.stack(list(z.unbind(-1))[:3]),
-    "argmax over tokens": lambda z, ids: z.argmax(1),
-    "gathered, then repeated": lambda z, ids: (
-        (lp := z.log_softmax(-1)).gather(-1, ids[..., None]),
-        lp[:1].expand(3, -1, -1) * 2,
-    )[1],
-}
-
-
-@every_pair(read=[*READ, *BUILT], name=["llama", "phi"])
-def test_what_is_read_without_logits_and_what_builds_them(name, read, pair, batch):
-    model, stock = pair(name)
-    ids = batch["input_ids"]
-    with lowtide.scoring(model.eval()) as report, torch.no_grad():
-        got, expected = ((READ | BUILT)[read](m(input_ids=ids).logits, ids) for m in (model, stock.eval()))
-        assert got.dtype == expected.dtype
-        torch.testing.assert_close(got + 0, expected, rtol=2e-6, atol=2e-5)
-    assert report.calls_materialised == sum(report.why_materialised.values()) == (read in BUILT)
-
-
 def large(build):
     return build("llama", vocab_size=8192, max_position_embeddings=4096).eval(), torch.randint(8192, (8, 64))
 

@@ -237,37 +237,6 @@ def shared(gpus: int, parallel: str = "fsdp2", model: str = "llama-3-8b", **chan
     return job_of(model, **{"device": "h200", "optimizer": "adamw", "gpus": gpus, "parallel": parallel, **changes})
 
 
-def test_fsdp2_by_hand() -> None:
-    """Two bytes per number, on two GPUs; what is gathered is whole."""
-    phases = phases_of(shared(2), (ALL, 32))
-    assert {(phase.weights, phase.optimizer) for phase in phases.values()} == {(PARAMS, 2 * PARAMS)}
-    first, last = phases["backward of layer 0"], phases["backward of layer 31"]
-    assert first.gathered == 2 * (LAYER + VOCAB + LAYER)  # its own, the next one to come, the reduction of the last
-    assert last.gathered == 2 * (LAYER + LAYER + TAIL)
-    assert (first.gradients, last.gradients) == (31 * LAYER + TAIL, TAIL)
-    assert phases["forward of layer 31"].gathered == 2 * 2 * LAYER
-    assert phases["head"].gathered == 2 * 2 * TAIL
-    assert phases["embedding"].gathered == 2 * (2 * VOCAB + LAYER)
-    assert (phases["optimizer"].gathered, phases["optimizer"].gradients) == (0, PARAMS)
-    wide = phases_of(shared(2, dtype=None), (ALL, 32))
-    first = wide["backward of layer 0"]
-    assert (first.weights, first.optimizer, first.activations) == (2 * PARAMS, 4 * PARAMS, KEPT)
-    assert first.gathered == 2 * (LAYER + VOCAB) + 4 * LAYER  # gathered in 16 bits, reduced in 32
-    kept = phases_of(shared(4, keep_gradients=True), (ALL, 32))
-    assert kept.pop("optimizer").gradients == 2 * PARAMS / 4
-    assert {phase.gradients for phase in kept.values()} == {2 * PARAMS}, "whole until the last pass"
-
-
-def test_a_tied_head_stays_gathered_from_forward_to_the_end() -> None:
-    job = shared(4, model="llama-3.2-1b")
-    layer, unit = job.model.layer_params[0], job.model.vocab_params + job.model.hidden
-    phases = phases_of(job, (ALL, 16))
-    assert phases["forward of layer 15"].gathered == 2 * (2 * layer + unit)
-    assert phases["head"].gathered == 2 * (unit + layer)
-    assert phases["backward of layer 14"].gathered == 2 * (3 * layer + unit)
-    assert phases["backward of layer 15"].gradients == 2 * job.model.vocab_params
-
-
 def test_zero3_and_ddp_by_hand() -> None:
     phases = phases_of(shared(4, "zero3", dtype=None), (ALL, 32))
     for phase in phases.values():
@@ -297,19 +266,6 @@ def test_adapters_on_several_gpus(parallel: str) -> None:
         size = 4 if parallel == "fsdp2" else 2
         assert received == pytest.approx((2 * gathered + size * adapters) / 2, rel=1e-3)
     assert one_of(costs, ((INPUT, 32),)).peak < one_of(StepCosts(other), ((INPUT, 32),)).peak
-
-
-@pytest.mark.parametrize(("dtype", "gathered", "reduced"), [("bfloat16", 2, 2), (None, 2, 4)])
-def test_exchanges_of_fsdp2_are_those_of_scale_on_paper(dtype: str | None, gathered: int, reduced: int) -> None:
-    found = StepCosts(shared(8, dtype=dtype)).ranks
-    twice, once = 32 * LAYER + VOCAB, TAIL
-    assert found.received == pytest.approx(7 / 8 * (twice * (2 * gathered + reduced) + once * (gathered + reduced)))
-    # nothing runs beside the first two gathers, and the last reduction
-    assert found.awaited == pytest.approx(7 / 8 * ((VOCAB + LAYER) * gathered + VOCAB * reduced))
-    links = (900, None, 50, 10, 5)
-    seconds = [one_of(StepCosts(shared(8, dtype=dtype, link=link)), ((ALL, 32),)).seconds for link in links]
-    assert seconds == sorted(set(seconds))
-    assert 0.95 * found.received / (5 * GIB) < seconds[-1] < seconds[1] + 2 * found.received / (5 * GIB)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])

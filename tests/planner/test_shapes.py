@@ -98,16 +98,6 @@ def test_the_text_part_of_a_config_is_read() -> None:
     assert "only the text part of llava is planned" in note
 
 
-def test_what_only_the_larger_models_config_has_is_read() -> None:
-    """Qwen2-VL's text part has no word on tied embeddings: its output layer is the whole model's."""
-    for tied in (True, False):
-        config = transformers.AutoConfig.for_model("qwen2_vl", tie_word_embeddings=tied)
-        for given in (config, config.to_dict()):
-            assert read_settings(given)["tie_word_embeddings"] == tied
-            with pytest.raises(ArgumentValueError, match=r"model_type: .*'qwen2_vl_text' \(Unrecognized"):
-                job_of(given).readings(None)
-
-
 @pytest.mark.parametrize(
     ("model_type", "says"),
     [

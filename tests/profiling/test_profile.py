@@ -6,17 +6,14 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from lowtide.bench.variant import Variant
 from lowtide.cli import main
 from lowtide.measure.child import ChildResult
-from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.profile import run as profiling
-from lowtide.profile.config import Optimizer, ProfileConfig
-from lowtide.profile.report import draw_profile, text_of, write_page
+from lowtide.profile.report import text_of, write_page
 from promises import promise
 
 pytestmark = promise("commands")
@@ -92,28 +89,6 @@ def test_the_page_has_the_plot_and_all_tables(written: Path, tmp_path: Path) -> 
     assert text_of({**found, "implementations": [BARE]}) == "\n"
 
 
-def test_the_plot_names_peaks_phases_and_owners(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, texts = result(written), list[str]()
-
-    def look(figure: Any, *_: Any, **__: Any) -> None:
-        texts.extend(axes.get_title() for axes in figure.axes)
-        texts.extend(text.get_text() for text in figure.legends[0].get_texts())
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", look)
-    stock, lowtide = found["implementations"]
-    lowtide["failed"] = "out of memory"
-    draw_profile(tmp_path / "a.png", {**found, "implementations": [stock, BARE, lowtide]})
-    drawn = "\n".join(texts)
-    for text in (
-        "stock, all: ",
-        " MiB in backward of the head, ",
-        "out of memory",
-        "layers, forward",
-        "optimizer states",
-    ):
-        assert text in drawn, text
-
-
 @pytest.mark.parametrize(
     ("child", "reason", "status"),
     [
@@ -169,13 +144,3 @@ def test_what_cannot_be_profiled_is_one_line(
     assert err.count("\n") == 1
     assert f"lowtide profile: {error}" in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_policies_of_all_and_of_one() -> None:
-    config = ProfileConfig(impl=("stock", "lowtide:12 x input/1, 4 x all/0", "lowtide-compile"), policy="all")
-    assert config.variants == {
-        "stock": Variant(impl="stock", policy="all"),
-        "lowtide:12 x input/1, 4 x all/0": Variant(impl="lowtide", policy="12 x input/1, 4 x all/0"),
-        "lowtide-compile": Variant(impl="lowtide-compile", policy="all"),
-    }
-    assert set(get_args(Optimizer)) == set(OPTIMIZERS)

@@ -203,27 +203,6 @@ def test_several_calls_before_their_backward(kernels: None) -> None:
     assert not any(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("lies", ["columns", "transposed"])
-def test_a_weight_in_any_order(kernels: None, lies: str) -> None:
-    """Strides within rows and between them; a view made in each call is the same weight."""
-    N, D, V = 32, 16, 800
-    x, w, y = problem(N, D, V)
-    store = torch.randn(V + 8, 2 * D)
-    views: dict[str, Callable[[Tensor], Tensor]] = {
-        "columns": lambda of: of[:V, D:],
-        "transposed": lambda of: of.view(-1)[: V * D].view(D, V).T,
-    }
-    views[lies](store).copy_(w)
-    store.requires_grad_()
-    right = exact(x, w, y)
-    for _ in range(3):
-        grads = step(x, views[lies](store), y)[1:]
-    assert max(relative(found, one) for found, one in zip(grads, right[1:], strict=True)) < 0.02
-    report = lowtide.skip_report(views[lies](store))
-    assert report is not None
-    assert (report.calls, report.dense) == (3, 0)
-
-
 class Head(torch.nn.Linear):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return lowtide.linear_cross_entropy(x, self.weight, y, options=HeadOptions(skip=0.02))

@@ -142,15 +142,6 @@ def test_what_could_not_be_written_is_said_in_the_systems_words(error: Exception
     assert "There is no checkpoint yet" in str(save_error(output / "new" / "x", error, "this"))
 
 
-def test_a_full_disk_is_said_beside_the_error_and_not_in_its_place(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**19))
-    denied, vague = PermissionError(errno.EACCES, "Permission denied"), RuntimeError("unexpected pos 64 vs 0")
-    assert " (Permission denied). " in str(save_error(output / "x", denied, "this"))
-    assert " (unexpected pos 64 vs 0; the disk has 0.5 MiB left). " in str(save_error(output / "x", vague, "this"))
-
-
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("x"), RuntimeError("x"), ArgumentValueError("x")])
 def test_other_errors_are_none_of_the_disk(error: Exception) -> None:
     assert not is_not_written(error)

@@ -115,14 +115,6 @@ def test_16_bits_err_more(seen: list[str], files: Files) -> None:
     assert shown(files)[0].bounds == (2e-5, 2e-3)
 
 
-def test_the_loss_beside_the_progress_is_the_last_that_was_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    """An evaluation's is the last entry of the history."""
-    args, history = SimpleNamespace(device=SimpleNamespace(type="cpu")), [{"loss": 2.5}, {"eval_loss": 3.0}]
-    own = Turns(threading.Semaphore(1), threading.Semaphore(0), threading.Event(), 2, says=True)
-    own.on_step_begin(args, SimpleNamespace(global_step=10, max_steps=20, log_history=history), None)
-    assert capsys.readouterr().out == "step 10/20, loss 2.500\n"
-
-
 @pytest.mark.parametrize("more", ["--no_patch", "--memory_budget=2GiB", "--resume_from_checkpoint=auto"])
 def test_what_one_side_cannot_take_is_refused(more: str, files: Files) -> None:
     with pytest.raises(ArgumentValueError, match="--compare: expected no --no-patch, --memory-budget"):

@@ -10,24 +10,21 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import lowtide
-from four_bit import in_four_bits
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.train.arguments import parse
 from lowtide.train.checkpoints import COMPLETE, checkpoints
 from lowtide.train.endings import Terminated
 from lowtide.train.meter import RunResult
-from lowtide.train.run import _start, train
+from lowtide.train.run import train
 from promises import promise
-from train.conftest import Files, assert_same_weights, history, losses, words
+from train.conftest import Files, assert_same_weights, history, losses
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # other libraries' to each other
 
@@ -230,23 +227,3 @@ def test_adapters_are_trained_and_saved_alone(files: Files, tmp_path: Path) -> N
     assert result.calls_materialised == 0
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()
-
-
-@promise("adapters")
-def test_the_numbers_of_a_base_in_four_bits_are_those_of_the_model() -> None:
-    pytest.importorskip("bitsandbytes")
-    model = in_four_bits(nn.Sequential(nn.Linear(1024, 1024, bias=False)), torch.float32)
-    ones = dict.fromkeys(("args.max_steps", "args.learning_rate", "args.world_size"), 1)
-    first, _, third = _start(MagicMock(), MagicMock(model=model, **ones))
-    assert (": 1.0 M parameters, 0.00 M of them trained" in first, "layers in 4 bits" in third) == (True, True)
-
-
-@promise("options")
-def test_a_tokenizer_and_gradient_accumulation_are_the_users(files: Files, tmp_path: Path) -> None:
-    """Two batches of one are one of two, up to the order of a sum."""
-    own = {"tokenizer_name": files.pretrained, "max_steps": 2, "save_strategy": "no", "logging_steps": 1}
-    given = [files.scratch(**own, output_dir=tmp_path / name) for name in "ab"]
-    whole = trained(given[0])
-    parts = trained([*given[1], *words(per_device_train_batch_size=1, gradient_accumulation_steps=2)])
-    assert list(parts.losses.values()) == pytest.approx(list(whole.losses.values()), rel=1e-5)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == len(AutoTokenizer.from_pretrained(files.pretrained))

@@ -138,27 +138,6 @@ def test_narrow_dtypes(dtype: torch.dtype, kind: str, report: lowtide.TrlReport)
     assert report.calls_trl == {}
 
 
-def test_no_tokens_are_connected() -> None:
-    """A micro-batch without a valid label: TRL scatters nothing into zeros, and calls backward."""
-    x, w, b, _ = head(0, 7, 29)
-    logprob, *_ = logprob_function().apply(x, w, b, torch.zeros(0, dtype=torch.long), 1.0, 17)
-    torch.zeros(2, 3).masked_scatter(torch.zeros(2, 3, dtype=torch.bool), logprob).sum().backward()
-    assert x.grad.shape == (0, 7)
-    assert w.grad.count_nonzero() == 0
-
-
-def test_masked_tokens_contribute_nothing_even_if_nan() -> None:
-    """On devices without Triton TRL scores every position and fills in zeros after: poison must not come through."""
-    x, w, b, y = head(13, 7, 29)
-    mask = torch.arange(13) % 3 == 0
-    with torch.no_grad():
-        x[mask] = float("nan")
-    true = copies(x, w, b)
-    logprob_function().apply(x, w, b, y, 1.0, 17)[0].masked_fill(mask, 0).sum().backward()
-    expected_outputs(logits(true[0][~mask], true[1], true[2], 1.0, None, 1.0), y[~mask])["log_probs"].sum().backward()
-    assert_same_gradients((x, w, b), true, 1e-4)
-
-
 @every_pair(
     beta=[0.0, 0.3, 1.0],
     terms=[(1.0, 1.0, None, None), (0.7, 1.0, 3.0, None), (2.0, 0.5, None, 1.5), (0.6, 1.3, 2.0, 4.0)],

@@ -13,20 +13,15 @@ import triton
 import triton.language as tl
 
 from head.kernels.rows import DEVICE, INF, NAN
-from lowtide import HeadOptions
-from lowtide.head.call import checked_call
-from lowtide.head.exponentials.tile_sums import gradient_of
-from lowtide.head.kernels import elementary, stats
+from lowtide.head.kernels import elementary
 from lowtide.head.kernels.elementwise import (
     SCALE_BLOCK,
     SELECT_BLOCK,
     scale_,
     select,
 )
-from lowtide.head.kernels.exp_rows import finish_input_grad
-from lowtide.head.terms.statistics import Upstream
 from promises import promise
-from support import every_pair, relative_error
+from support import every_pair
 
 CLASSES = 50
 pytestmark = [promise("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter's NumPy
@@ -101,29 +96,3 @@ def test_a_stored_gradient_is_scaled_in_place(n: int, dtype: torch.dtype, value:
     torch.testing.assert_close(whole[4 : n + 4], expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(whole[:4], before[:4])
     assert torch.equal(whole[n + 4 :], before[n + 4 :])
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's")
-def test_entries_of_statistics_are_rounded_once() -> None:
-    """What the entry of each of several targets loses in a narrow buffer is found again in the input's gradient."""
-    N, K, V, D = 9, 4, 40, 24
-    x, w, ids = torch.randn(N, D).bfloat16(), torch.randn(V, D).bfloat16(), torch.randint(0, V, (N, K))
-    ids[:, 2] = ids[:, 1]
-    logp = (x.double() @ w.double().T).log_softmax(1)
-    g = torch.randn(N, K)
-    known = {
-        "lse": (x.double() @ w.double().T).logsumexp(1).float(), "argmax": logp.argmax(1),
-        "top_logprob": logp.amax(1).float(), "logprob": logp.gather(1, ids).float(),
-    }  # fmt: skip
-    head = checked_call("linear_logprobs", x, w, None, 1.0, None, HeadOptions(), None)
-    of_rows = gradient_of(head, ids, known, Upstream(logprob=g))
-    softmax_part = (logp.exp() * -g.double().sum(1, keepdim=True)) / of_rows.s[:, None]
-    e = softmax_part.bfloat16()
-    stats.put_entries(e, of_rows, 0)
-    dx = torch.empty(N, D)
-    finish_input_grad(e.float() @ w.float(), dx, w, of_rows.s, of_rows.id[:, 1:], of_rows.rest)
-    exact = softmax_part.scatter_add(1, ids, g.double() / of_rows.s[:, None])
-    torch.testing.assert_close(e.double(), exact, rtol=2**-7, atol=1e-6)  # the interpreter cuts digits off
-    rounded = e.double().scatter(1, ids, exact.gather(1, ids))
-    want = of_rows.s[:, None] * (rounded @ w.double())
-    assert relative_error(dx, want) < 5e-6
