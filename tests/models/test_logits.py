@@ -74,39 +74,6 @@ def test_under_autocast_results_have_the_dtypes_of_stock(patched, batch):
     assert dtypes[0] == dtypes[1]
 
 
-# What the real logits are needed for, though some of it looks much the same. The programs of tests/programs draw more.
-WITH_LOGITS = {
-    "itself": lambda z, y: z,
-    "setitem": lambda z, y: (z.__setitem__((slice(None), 0), -5.0), z.float())[1],
-    "own function": lambda z, y: OwnFunction.apply(z),
-    "capped twice": lambda z, y: torch.tanh(torch.tanh(z)),
-    "logits gathered": lambda z, y: z[:, 1:].gather(-1, y[:, 1:, None].clamp(min=0)).square(),
-    "gathered, and read": lambda z, y: (lambda p: p.gather(-1, y.clamp(min=0)[..., None]).sum() + (p.exp() * p).sum())(
-        z.log_softmax(-1)
-    ),
-    "columns": lambda z, y: F.cross_entropy(z[..., :50].reshape(-1, 50), y.view(-1).clamp(0, 49)),
-    "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), torch.full((22, V), 1 / V)),
-    "scaled afterwards": lambda z, y: (F.log_softmax(z, dim=-1) * 0.5).gather(-1, y.clamp(min=0)[..., None]),
-    "a bias for each token": lambda z, y: F.cross_entropy((z + torch.ones(2, 11, 1)).view(-1, V), y.view(-1)),
-    "a bias of another dtype": lambda z, y: F.cross_entropy(
-        (z + torch.linspace(0, 1, V, dtype=torch.float64)).view(-1, V), y.view(-1)
-    ).float(),
-    "biased by the left": lambda z, y: F.cross_entropy((torch.linspace(0, 1, V) + z).view(-1, V), y.view(-1)),
-    "scaled, then biased": lambda z, y: F.cross_entropy((z * 2 + torch.linspace(0, 1, V)).view(-1, V), y.view(-1)),
-    "negative nll": lambda z, y: F.nll_loss(-z.log_softmax(-1).view(-1, V), y.view(-1)),
-    "mask of logits": lambda z, y: z[torch.ones(2, 11, V, dtype=torch.bool)].square(),
-}
-
-
-@every_pair(name=WITH_LOGITS, family=["gpt2", "gemma2"])
-def test_anything_else_gets_real_logits(family, name, patched, batch):
-    model, stock, report = patched(family, mlp=False, norm=False, rope=False)
-    bits = 1e-6 if "gathered, and" in name else 0
-    loss = lambda m: WITH_LOGITS[name](m(**batch).logits, batch["labels"])  # noqa: E731
-    assert_same_training(model, stock, loss, rtol=bits, atol=bits)
-    expect_calls(report, 1, 1)
-
-
 MADE_WITHOUT = {
     "scaled": lambda z: z * 2,
     "slice": lambda z: z[:, 1:],
