@@ -51,15 +51,15 @@ def promise(*names: str) -> pytest.MarkDecorator:
 
 
 def kept(items: Iterable[pytest.Item]) -> dict[str, Counter[str]]:
-    """Return for each promise how many cases of which file hold it; of files on a GPU, which may not run here, none."""
+    """Return for each promise how many cases of which folder hold it; those on a GPU may not run here."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for item in items:
         for name in {name for mark in item.iter_markers("promise") for name in mark.args}:
-            found[name][item.path.relative_to(README.parent).as_posix()] += 1
+            found[name][item.path.parent.relative_to(README.parent).as_posix()] += 1
     for file in README.parent.glob("gpu/test_*.py"):
         for marked in re.findall(r"\bpromise\(([^)]*)\)", file.read_text()):
             for name in re.findall(r"\w+", marked):
-                found[name][f"gpu/{file.name}"] += 0
+                found[name]["gpu"] += 0
     return found
 
 
@@ -68,8 +68,8 @@ def table(items: Iterable[pytest.Item]) -> str:
     found = kept(items)
     lines = ["| promise | cases | held in |", "|---|--:|---|"]
     for name, text in PROMISES.items():
-        files = [f"`{file}`" for file in sorted(found[name])]
-        lines.append(f"| **{name}**: {text} | {found[name].total()} | {', '.join(files)} |")
+        folders = [f"`{folder}`" for folder in sorted(found[name])]
+        lines.append(f"| **{name}**: {text} | {found[name].total()} | {', '.join(folders)} |")
     return "\n".join(lines) + "\n"
 
 
