@@ -74,8 +74,8 @@ What it cannot build may work with your weights: `print(lowtide.patch(model))` s
 
 Each line is a family; behind the colon are the parts that run fused too.
 
-| family | without logits | stock loss, or not built in the test |
-|---|---|---|
+| without logits | stock loss, or not built in the test |
+|---|---|
 """
 
 
@@ -92,10 +92,10 @@ def page(rows: list[Row], versions: dict[str, str]) -> str:
     families: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["type"]):
         families.setdefault(re.match(r"[a-z]\d+|[a-z]+", row["type"])[0], []).append(row)  # type: ignore[index]
-    return text + "".join(_line(name, found) for name, found in sorted(families.items()))
+    return text + "".join(_line(families[name]) for name in sorted(families))
 
 
-def _line(family: str, rows: list[Row]) -> str:
+def _line(rows: list[Row]) -> str:
     """Return the line of a family: its types by what is fused, then those that are not, with their kinds."""
     fused: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
@@ -107,7 +107,6 @@ def _line(family: str, rows: list[Row]) -> str:
             why = re.sub(r"([|<>*_`])", r"\\\1", f": {row['why']}" if row["status"] == FELL_BACK else "")
             kind = "" if row["kind"] == "causal" else f" ({KINDS[row['kind']][1].lower()})"
             others.setdefault(row["status"] + why, []).append(row["type"] + kind)
-    names = {row["type"] for row in rows}
     known = "; ".join(", ".join(dict.fromkeys(types)) + (parts and f": {parts}") for parts, types in fused.items())
     unknown = "; ".join(f"{', '.join(types)}: {status}" for status, types in others.items())
-    return f"| {family if len(names) > 1 else rows[0]['type']} | {known} | {unknown} |\n"
+    return f"| {known} | {unknown} |\n"
