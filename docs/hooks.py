@@ -31,7 +31,9 @@ LOGGER = logging.getLogger("mkdocs.hooks")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)")
 CODE = re.compile(r"<(pre|a|h\d)\b.*?</\1>|<code>(?P<name>[\w.]+)(\(\))?</code>", re.DOTALL)
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-BREAK = re.compile(r"(?<=[a-zA-Z)][._(=/])(?=[a-zA-Z_])(?![^<>]*>)")  # within a name or a call, not in a tag
+BREAK = re.compile(  # within a name or a call, not in a tag; within CamelCase of code
+    r"(?<=[a-zA-Z)])[._(=/](?=[a-zA-Z_])(?![^<>]*>)|(?<=[a-z]{3})(?=[A-Z])(?=[^<>]*</code>)"
+)
 PAGES_OF_THE_ROOT = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -179,7 +181,7 @@ def reference_targets() -> dict[str, str]:
 def on_page_content(html: str, page: Page, **_: Any) -> str:
     """Make `code` that is a public name a link to its docstring, but in headings, links and blocks.
 
-    In a table's cell a long name may be broken at its dots and underscores, where the screen is too narrow.
+    In a table's cell a long name may be broken at its dots and underscores on a narrow screen (assets/site.css).
     """
     targets = reference_targets()
     folder = posixpath.dirname(page.url)
@@ -188,7 +190,7 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
         target = targets.get(match["name"] or "")
         return f'<a href="{posixpath.relpath(target, folder or os.curdir)}">{match[0]}</a>' if target else match[0]
 
-    return CELL.sub(lambda cell: BREAK.sub("<wbr>", cell[0]), CODE.sub(link, html))
+    return CELL.sub(lambda cell: BREAK.sub(r"\g<0><wbr>", cell[0]), CODE.sub(link, html))
 
 
 def repository_path_of(source: str) -> str:
