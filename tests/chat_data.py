@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with a chat template: what is trained on of a conversation can be read off its tokens."""
+"""Tokenizers of tests: of bytes, with a chat template, whose tokens can be read; and of words."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def byte_tokenizer(template: str | None = CHATML, merges: tuple[tuple[str, str],
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
     return tokenizer
+
+
+def word_tokenizer(words: tuple[str, ...]) -> Any:
+    vocabulary = {word: i for i, word in enumerate(("<pad>", "<eos>", "<unk>", *words))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )

@@ -179,11 +179,6 @@ def divergence_oracle(*args: Any, **kwargs: Any) -> Tensor:
     return value
 
 
-def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """RMS normalisation from its definition, in the dtype of its inputs."""
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
-
-
 def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
     """Heads [B, H, T, d], r values of each by a matrix of r x r for each position."""
     short = pairs in ("short", "short_interleaved", "trailing")

@@ -55,10 +55,6 @@ def test_several_outputs_keep_the_loss_float32() -> None:
     assert loss(torch.rand(4, 5), torch.zeros(4, 3, dtype=torch.long)).dtype == torch.float32
 
 
-def test_it_says_what_it_is() -> None:
-    assert "in_features=5, num_classes=11" in repr(lowtide.nn.LinearCrossEntropyLoss(5, 11))
-
-
 def test_a_target_of_another_shape_is_refused() -> None:
     loss = lowtide.nn.LinearCrossEntropyLoss(5, 11, out_features=(3,))
     with pytest.raises(LowtideError, match=r"target: expected shape \[4, 3\], got \[4\]"):

@@ -136,15 +136,6 @@ def test_every_example_of_a_help_runs(
         monkeypatch.setattr(step, "row_of", row_of_step)
 
 
-def test_the_examples_of_all_benchmarks_are_of_their_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _parser().parse_args(["bench", "--help"])
-    shown = re.findall(r"^  (lowtide bench (\w+)(?: --.*)?)$", capsys.readouterr().out, re.MULTILINE)
-    for command, kind in shown:
-        assert kind == "WHAT" or command in examples(kind, capsys)[1]
-    assert len(shown) == 3
-
-
 BAD = {
     "head": {
         "--reps 0": "--reps: expected a whole number of at least 1",
@@ -235,12 +226,6 @@ def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.Capt
     assert {peer.package for peer in PEERS[kind].values()} - {""} <= set(found["machine"])
 
 
-def test_a_sweep_has_each_point_once_around_its_center() -> None:
-    config = CONFIGS["sweep"](shape=("16,4,32",))
-    found = [(shape.N, shape.D, shape.V) for shape in config.shapes]  # type: ignore[attr-defined]
-    assert found == [(16, 4, 32), (2, 4, 32), (32, 4, 32), (16, 8, 32), (16, 4, 4), (16, 4, 64)]  # an 8th of 4 is none
-
-
 def broken(*_: object, **__: object) -> Any:
     raise RuntimeError("broken")
 
@@ -327,11 +312,3 @@ def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest
         assert shape["table"][0]["plan"]["chunks"] >= 1
         assert [row["workspace_mib"] for row in shape["sweep"]] == sorted({r["workspace_mib"] for r in shape["sweep"]})
         assert not plots or [file.stat().st_size > 20_000 for file in tmp_path.glob("*-64-16-256.png")] == [True]
-
-
-def test_a_sweep_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert run("sweep", "--only", "lowtide", "naive") == 0
-    (file,) = tmp_path.glob("*-sweep-cpu.json")
-    importlib.import_module("plots").main(file)
-    assert file.with_name(f"{file.stem}-lines.png").stat().st_size > 20_000

@@ -15,7 +15,6 @@ from lowtide.bench.harness import (
     begin,
     is_failure,
     reason_in,
-    replace,
     write_json,
 )
 from lowtide.errors import UnsupportedError
@@ -61,17 +60,3 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path, monkeypatch: 
         write_json(file, {"run": end, "more": 1})  # the same run may
         assert json.loads(file.read_text())["more"] == 1
     assert len(list((tmp_path / "new").iterdir())) == 3
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    target = tmp_path / "a.json"
-    target.write_text("old")
-
-    def write(file: Path) -> None:
-        file.write_text("ha")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        replace(target, write)
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]

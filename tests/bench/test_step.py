@@ -16,7 +16,6 @@ from lowtide.errors import ArgumentValueError
 from promises import promise
 
 pytestmark = promise("commands")
-CPU = torch.device("cpu")
 transformers = pytest.importorskip("transformers")
 
 

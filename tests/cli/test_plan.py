@@ -14,7 +14,6 @@ import yaml
 from lowtide.cli import main
 from lowtide.plan import Adapters, plan_memory
 from lowtide.plan.config import read_settings, with_layers
-from lowtide.plan.gpus import GPUS
 from lowtide.train.shapes import SHAPES
 from promises import promise
 
@@ -131,16 +130,3 @@ def test_what_cannot_be_is_one_line(
     assert err.startswith("lowtide plan: ")
     assert said in err
     assert out == "" or change == "--check"  # a file that cannot be is said before anything runs
-
-
-@promise("errors")
-def test_no_model_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 2
-    assert "--model: expected one, or the config of a run, got none" in capsys.readouterr().err
-
-
-def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    out = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
-    assert all(name in out for name in [*GPUS, *SHAPES])

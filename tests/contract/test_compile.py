@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import support
 from contract import parts
 from contract.function import Arguments, Mode, flat, gradients, leaves, total, trained
-from contract.table import MODES, every_mode
+from contract.table import MODES
 from promises import promise
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
@@ -114,21 +113,6 @@ def test_a_model_with_several_heads(case: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if changing else 1)
 
 
-@every_mode
-def test_a_step_on_fake_tensors(mode: Mode) -> None:
-    """What memory estimators run: shapes without numbers, eager, forward and backward."""
-    kwargs = mode.busy((3, 3), dtype=torch.float32, **({"logit_scale": 1.0} if mode.name == "linear_apply" else {}))
-    real = mode.run(kwargs)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        given = pytree.tree_map_only(Tensor, fake.from_tensor, kwargs)
-        found = mode.run(given)
-        total(found).backward()
-    for key, value in real.items():
-        assert (found[key].shape, found[key].dtype) == (value.shape, value.dtype)
-    for fake_leaf, leaf in zip(leaves(given), leaves(kwargs), strict=True):
-        assert fake_leaf.grad.shape == leaf.shape
-
-
 class Recorded(TorchDispatchMode):
     """Every call of an operator of lowtide's."""
 
@@ -170,15 +154,3 @@ def test_the_registered_operators_pass_opcheck(mode: Mode) -> None:
                 operator, args, rest, test_utils=tests + ("test_aot_dispatch_dynamic",) * (operator not in traced)
             )
             traced.add(operator)
-
-
-def test_forward_mode_is_refused_inside_a_graph_too() -> None:
-    mode = MODES["mean"]
-    kwargs = mode.arguments()
-    w = kwargs["linear_weight"].detach()
-    compiled = torch.compile(
-        lambda w: torch.func.jvp(lambda w: total(mode.run(kwargs | {"linear_weight": w})), (w,), (w,)),
-        backend="aot_eager",
-    )
-    with pytest.raises(Exception, match="expected reverse-mode autograd"):
-        compiled(w)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 import interpreter
 from distributed.forks import python_path, shared
 
-TESTS = Path(__file__).parents[1]
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
 PATIENCE = 300 if DEVICE == "cpu" else 120  # seconds that a rank waits for the others, which may compile kernels
 THOROUGH = DEVICE != "cpu" or "THOROUGH" in os.environ  # with --slow: whole products of options, not pairs of them

@@ -71,17 +71,6 @@ def test_resumes(kind: str, wrote: str, engine: str, made: Runs, tmp_path: Path)
     assert_same(output, made.of(kind, wrote)[0], 0.0 if wrote == engine else REORDERED)
 
 
-@promise("resume")
-def test_another_engines_checkpoint_is_refused(made: Runs, tmp_path: Path) -> None:
-    """Trainer would begin with new states of the optimizer; on each rank, in one line of the first."""
-    output = made.copy("tune", "fsdp2", tmp_path / "run")
-    ended = made.resume("tune", "ddp", output)
-    assert ended.statuses == [2, 2], ended
-    assert "which has no optimizer.pt" in ended.err[0], ended
-    ended = made.run("tune", "fsdp2", output)
-    assert "Resume it with --resume_from_checkpoint auto" in ended.err[0], ended
-
-
 @promise("errors")
 def test_a_row_that_cannot_be_trained_on_ends_all_ranks(made: Runs, tmp_path: Path) -> None:
     """Also one that another rank would read."""

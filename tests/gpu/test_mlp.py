@@ -13,13 +13,12 @@ from torch import Tensor
 
 from four_bit import four_bit_layer
 from gpu.conftest import HOPPER, ON_GPU, no_waits
-from lowtide import swiglu_mlp
 from lowtide.mlp.experts import Form
 from lowtide.mlp.projection import Adapter, Packed, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
 from promises import promise
-from support import assert_near, doubled, every_pair, mlp, relative_error
+from support import assert_near, doubled, every_pair, relative_error
 
 pytestmark = [
     *ON_GPU,
@@ -32,17 +31,7 @@ EXPERTS = [(300, 3, 8, 64, 48), (77, 2, 5, 36, 20), (40, 2, 64, 128, 64), (0, 2,
 FEW = 100  # tokens
 # With few numbers, one at a limit decides an error: its gradient passes or not, as it was rounded.
 RARELY_LIMITED = GPT_OSS._replace(limit=7.0)
-SMALL = 2**20
 LEVELS = pytest.mark.parametrize("level", [0, 1])
-
-
-def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
-    return [t if t is None else t.detach().cuda().requires_grad_() for t in mlp(*args, **kwargs)]
-
-
-def call(leaves: list[Any], **options: Any) -> Tensor:
-    names = ("gate_bias", "up_bias", "down_bias")
-    return swiglu_mlp(*leaves[:4], **dict(zip(names, leaves[4:], strict=True)), **options)
 
 
 def gradients(y: Tensor, leaves: list[Any], upstream: Tensor, **kwargs: Any) -> list[Tensor]:

@@ -96,16 +96,6 @@ def test_chunks_cover_the_rows_within_the_workspace(
         assert more.chunks <= plan.chunks or (plan.schedule, more.schedule) == ("blocks", "chunks")
 
 
-def test_when_the_gradients_are_computed() -> None:
-    def gradient(**kwargs: object) -> str:
-        return plan_head(8, 4, 9, torch.float32, "cpu", **kwargs).gradient  # type: ignore[arg-type]
-
-    assert gradient() == "forward"
-    assert gradient(reduction="none") == "recompute"
-    assert gradient(reduction="none", weight_frozen=True) == "forward"
-    assert gradient(options=HeadOptions(gradient="recompute")) == "recompute"
-
-
 def test_a_plan_of_skipped_tiles() -> None:
     """It is in no more memory than without where the ordered copy fits, and says what it does."""
     sizes = 16384, 2048, 131072

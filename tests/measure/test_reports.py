@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.measure.child import ChildResult, run_child
-from lowtide.measure.machine import describe_machine, source_commit
+from lowtide.measure.machine import describe_machine
 from lowtide.measure.units import as_gib, parse_gib
 from promises import promise
 
@@ -57,17 +56,6 @@ def test_the_machine_is_json_with_the_requested_versions() -> None:
     assert found["no-such-package"] is None
     assert (found["driver"] is None) == (not torch.cuda.is_available())
     json.dumps(found)
-
-
-def test_the_commit_is_the_sources_own_or_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COMMIT", raising=False)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if head.returncode == 0:
-        assert (source_commit() or "").removesuffix("-dirty") == head.stdout.strip()
-    monkeypatch.setenv("PATH", "")  # no git
-    assert source_commit() is None
-    monkeypatch.setenv("COMMIT", "abc")
-    assert source_commit() == "abc"
 
 
 def test_a_child_returns_the_functions_value_or_how_it_ended() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.memory import ActivationPolicy, attention
-from lowtide.memory.policy import Keep, word_of
+from lowtide.memory.policy import Keep
 
 VOCAB = 61
 SHAPE = {
@@ -26,7 +26,6 @@ SHAPE = {
 ALL, ATTENTION, INPUT = (ActivationPolicy(keep=keep) for keep in get_args(Keep))
 GROUPED = ActivationPolicy(keep="input", every=3)
 OFFLOADED_ATTENTION, OFFLOADED_INPUT = (dataclasses.replace(policy, offload=True) for policy in (ATTENTION, INPUT))
-RECOMPUTING = {word_of(policy): policy for policy in (ATTENTION, INPUT, OFFLOADED_ATTENTION, OFFLOADED_INPUT)}
 
 
 class Layer(nn.Module):

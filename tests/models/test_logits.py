@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import UnsupportedError
-from lowtide.models.lazy_logits import LazyLogits
 from models.conftest import OwnFunction, Tiny, assert_same_training, called_without_loss, expect_calls
 from promises import promise
 from support import every_pair
@@ -123,19 +122,6 @@ def test_biases_and_masks_are_those_of_the_time_they_were_used(patched, batch):
         losses.append(F.cross_entropy(logits, labels))
     torch.testing.assert_close(*losses)
     expect_calls(report, 1)
-
-
-def test_metadata_is_known_without_building(patched, batch):
-    model, stock, report = patched("gemma2", mlp=False)
-    lazy, real = model(**batch).logits, stock(**batch).logits
-    for about in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "is_cuda", "layout"):
-        assert getattr(lazy, about) == getattr(real, about), about
-    for about in ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "element_size"):
-        assert getattr(lazy, about)() == getattr(real, about)(), about
-    assert lazy.float() is lazy.contiguous() is lazy.to("cpu", non_blocking=True) is lazy
-    assert isinstance(lazy[..., :V], LazyLogits)
-    assert isinstance(lazy.bfloat16(), LazyLogits)
-    assert report.calls_materialised == 0
 
 
 @promise("checkpoint")

@@ -163,7 +163,7 @@ BUDGETS = {
     "top": 6.05, "head": 78.6, "skip": 10.15, "mlp, layers": 19.35, "losses": 8.3, "memory": 14.0, "plan": 17.0,
     "models": 26.0, "distributed, trl, stacks": 5.7, "train": 12.85, "profile, measure": 9.6, "bench": 11.0, "cli": 3.0,
 }  # fmt: skip
-SRC_TOKENS, SRC_LINES, TEST_LINES = 221.2, 30.3, 28.4
+SRC_TOKENS, SRC_LINES, TEST_LINES = 221.2, 30.3, 28.0
 FOREIGN_NAMES = 35  # lines of src that name something private of another library
 NO_CODE = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

@@ -16,7 +16,6 @@ WORDS = (
     "the", "tide", "came", "in", "and", "went", "out", "over", "sand", "while", "gulls", "counted", "waves", "slowly",
     "under", "a", "low", "grey", "sky",
 )  # fmt: skip
-SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +31,10 @@ def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretrained model with its tokenizer, in the Hugging Face format."""
     pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from chat_data import word_tokenizer
 
-    words = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
-    built = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=built, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
     place = tmp_path_factory.mktemp("model")
-    tokenizer.save_pretrained(place)
+    word_tokenizer(WORDS).save_pretrained(place)
     torch.manual_seed(0)
     tiny_model(layers=2).save_pretrained(place)
     return place

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -201,35 +197,6 @@ def test_several_calls_before_their_backward(kernels: None) -> None:
     nothing = lowtide.linear_logprobs(hidden, parameter, y, options=HeadOptions(skip=0.02))
     grads = torch.autograd.grad(nothing, (hidden, parameter), torch.zeros(48))
     assert not any(grad.any() for grad in grads)
-
-
-class Head(torch.nn.Linear):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return lowtide.linear_cross_entropy(x, self.weight, y, options=HeadOptions(skip=0.02))
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
-def test_sharded_parameters(kernels: None) -> None:
-    """FSDP2 gathers the same tensor in each step, whose report is there while it is gathered."""
-    x, w, y = problem(32, 16, 800)
-    model = Head(len(w[0]), len(w), bias=False)
-    model.weight.data.copy_(w)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        right = exact(x, w, y)
-        for _ in range(3):
-            model.zero_grad()
-            model(x, y).backward()
-        assert isinstance(model.weight.grad, DTensor)
-        assert relative(model.weight.grad.full_tensor(), right[2]) < 0.02
-        assert lowtide.skip_report(model.weight) is None
-        model.unshard()
-        report = lowtide.skip_report(model.weight)
-        assert report is not None
-        assert (report.calls, report.dense) == (3, 0)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_what_is_asked_may_change(kernels: None) -> None:

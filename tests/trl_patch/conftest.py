@@ -17,7 +17,6 @@ trl = pytest.importorskip("trl", reason="TRL comes with the trl extra")
 WORDS = (
     "the", "tide", "came", "in", "and", "went", "out", "over", "sand", "while", "gulls", "counted", "waves", "slowly",
 )  # fmt: skip
-SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +27,6 @@ def restored() -> Iterator[None]:
     yield
     lowtide.unpatch_trl()
     torch.set_num_threads(threads)
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(SPECIAL + WORDS)}
-    built = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=built, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
 
 
 def build_model(seed: int = 0, *, family: str = "Llama", vocab_size: int = 23, **settings: Any) -> Any:
@@ -105,6 +92,8 @@ def tiny_model() -> Callable[..., Any]:
 
 def trl_trainer(folder: Path, kind: str, model: Any, *callbacks: Any, peft_config: Any = None, **settings: Any) -> Any:
     """Return one of TRL's trainers by its name, on the CPU, logging every step."""
+    from chat_data import word_tokenizer
+
     own: dict[str, Any] = {} if peft_config is None else {"peft_config": peft_config}
     model.save_pretrained(folder / "start")  # from where a trainer loads its reference
     model.config._name_or_path = str(folder / "start")
@@ -121,7 +110,7 @@ def trl_trainer(folder: Path, kind: str, model: Any, *callbacks: Any, peft_confi
         }
     )  # fmt: skip
     return getattr(trl, f"{kind}Trainer")(
-        model=model, args=arguments, train_dataset=rows(kind), processing_class=tokenizer(),
+        model=model, args=arguments, train_dataset=rows(kind), processing_class=word_tokenizer(WORDS),
         callbacks=list(callbacks), **own,
     )  # fmt: skip
 

@@ -96,13 +96,6 @@ def test_logprob_values_and_gradients(shape: Any, bias: bool, terms: Any, report
     assert report.calls_lowtide == {"ChunkedLogProbFunction": 1}
 
 
-@pytest.mark.parametrize("wanted", [("log_probs",), ("entropy", "is_top1"), ("mean_logits",), ()])
-def test_only_what_outputs_names(wanted: tuple[str, ...]) -> None:
-    x, w, b, y = head(13, 7, 29)
-    found = logprob_function().apply(x, w, b, y, 1.0, 17, None, 1.0, wanted)
-    assert [value is not None for value in found] == [True, *(name in wanted for name in OUTPUTS)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_do_not_depend_on_what_else_is_asked_for(dtype: torch.dtype) -> None:
     """A policy and a frozen copy of it must agree to the bit, whatever metrics are computed on the side."""

@@ -105,21 +105,6 @@ def test_same_as_stock_with_options_and_other_models(
     assert report.calls_lowtide
 
 
-@promise("reported")
-def test_what_lowtide_cannot_do_runs_as_stock_and_is_named(make_trainer: Any, tiny_model: Any) -> None:
-    settings = {"family": "Cohere2", "logit_scale": 0.25}  # and its teacher is a Llama
-    expected = train(make_trainer, "Distillation", tiny_model(**settings))
-    report = lowtide.patch_trl()
-    got = train(make_trainer, "Distillation", tiny_model(**settings))
-    assert got[0] == expected[0]
-    assert torch.equal(got[1], expected[1])
-    assert report.calls_lowtide == {}
-    assert report.calls_trl == {"ChunkedDivergenceFunction": 3}
-    (why,) = report.why_trl
-    assert "scale their logits differently" in why
-    assert why in str(report)
-
-
 @promise("reversible")
 def test_a_trainer_made_before_is_patched_and_unpatched(make_trainer: Any, tiny_model: Any) -> None:
     trainer = make_trainer("SFT", tiny_model())

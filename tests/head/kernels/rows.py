@@ -1,4 +1,4 @@
-"""What the tests of kernels share: where they run, rows with poison around them, and float32 bits as kernels use them.
+"""What the tests of kernels share: where they run, and rows with poison around them.
 
 Without a GPU Triton's interpreter runs them, whose bfloat16 products are wrong: operands are float32 there.
 """
@@ -29,16 +29,3 @@ def padded(z_CV: Tensor, stride: int | None = None) -> Tensor:
     room = torch.full((C + 2, stride or -(-V // 8) * 8), NAN, device=DEVICE)
     room[1:-1, :V] = z_CV
     return room
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x as a kernel narrows it: to the nearest, but Triton's interpreter cuts bfloat16 off."""
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        x = (x.view(torch.int32) & -0x10000).view(torch.float32)
-    return x.to(dtype)
-
-
-def ordered(f: Tensor) -> Tensor:
-    """Map float32 to int32 in the same order."""
-    i = f.float().view(torch.int32)
-    return torch.where(i < 0, i ^ 0x7FFFFFFF, i)
