@@ -6,7 +6,6 @@ import json
 import math
 import os
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from lowtide.measure.units import as_gib, parse_gib
 from promises import promise
 
 pytestmark = promise("commands")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
