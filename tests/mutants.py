@@ -108,7 +108,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("head/engine.py", "g_CV.sum(0, dtype=head.wide) if outside is None else outside @ g_CV",
                "g_CV.sum(0, dtype=head.wide)",
                "contract/test_autograd.py -k subset"),
-        Mutant("head/nodes.py", "upstream.where(kept_any, 0)", "upstream",
+        Mutant("head/nodes.py", "part]).masked_fill_(zero, 0)", "part])",
                "contract/test_ignored.py -k nothing_counts"),
         Mutant("head/engine.py", "x_CD if kept is None else x_CD.where(kept[part, None], 0)", "x_CD",
                "contract/test_ignored.py -k anything"),
@@ -126,9 +126,9 @@ MUTANTS: dict[str, list[Mutant]] = {
                "contract/test_values.py -k pair_of_options"),
         Mutant("head/terms/statistics.py", "torch.log1p(-miss), miss < 0.5", "torch.log1p(-miss), miss < 0",
                "head/test_numbers.py -k sure"),
-        Mutant("head/gradients.py", "torch.float32 if dtype == torch.float16 else dtype", "dtype",
+        Mutant("head/call.py", "torch.float32 if dtype == torch.float16 else dtype", "dtype",
                "head/test_numbers.py -k factor"),
-        Mutant("head/gradients.py", "elif not in_place:", "elif in_place:",
+        Mutant("head/nodes.py", "grad if in_place else grad.clone()", "grad",
                "contract/test_autograd.py -k retained"),
         Mutant("head/terms/cross_entropy.py", "| (y_N >= V))", "| (y_N > V))",
                "contract/test_errors.py -k bad_arguments"),
@@ -356,23 +356,23 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "distributed": [
         Mutant(
-            "head/ranks/parallel.py", "else weight_V[self.first : self.first + self.rows]",
+            "head/ranks.py", "else weight_V[self.first : self.first + self.rows]",
             "else weight_V[: self.rows]", "distributed/test_heads.py -k option",
         ),
         Mutant(
-            "head/ranks/parallel.py", "return summed if self.spread else scale, summed",
+            "head/ranks.py", "return summed if self.spread else scale, summed",
             "return scale, summed", "distributed/test_heads.py -k option",
         ),
         Mutant(
-            "head/ranks/parallel.py", "rows = (plan.product_rows or plan.chunk_rows) // self.size",
+            "head/ranks.py", "rows = (plan.product_rows or plan.chunk_rows) // self.size",
             "rows = plan.chunk_rows // self.size", "distributed/test_heads.py -k kernels",
         ),
         Mutant(
-            "head/ranks/shard.py", "first = min(mesh.get_local_rank() * size, vocab)",
+            "head/ranks.py", "first = min(mesh.get_local_rank() * size, vocab)",
             "first = mesh.get_local_rank() * size", "distributed/test_heads.py -k option",
         ),
         Mutant(
-            "head/ranks/parallel.py", "[0, 0] * (x.dim() - 1 - axis) + [0, missing]",
+            "head/ranks.py", "[0, 0] * (x.dim() - 1 - axis) + [0, missing]",
             "[0, 0] * (x.dim() - 1 - axis) + [missing, 0]", "distributed/test_heads.py -k option",
         ),
         Mutant(

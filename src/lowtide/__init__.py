@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from lowtide.head.divergence import TeacherTopK, linear_divergence
     from lowtide.head.options import HeadOptions
     from lowtide.head.plan import HeadPlan, plan_divergence, plan_head
-    from lowtide.head.ranks.shard import VocabShard
+    from lowtide.head.ranks import VocabShard
     from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
     from lowtide.mlp.swiglu import swiglu_mlp
     from lowtide.models import PatchReport, patch, scoring, unpatch
@@ -75,7 +75,7 @@ else:
             "lowtide.head.divergence": ("TeacherTopK", "linear_divergence"),
             "lowtide.head.options": ("HeadOptions",),
             "lowtide.head.plan": ("HeadPlan", "plan_divergence", "plan_head"),
-            "lowtide.head.ranks.shard": ("VocabShard",),
+            "lowtide.head.ranks": ("VocabShard",),
             "lowtide.skip.report": ("skip_report",),
             "lowtide.head.token_stats": ("TokenStats", "linear_logprobs", "linear_token_stats"),
             "lowtide.layers": (),

@@ -15,7 +15,7 @@ from distributed import sharded
 from distributed.launch import main
 from distributed.sharded import WAYS, head, plain, shard_of, spread
 from gpu.conftest import no_waits
-from lowtide.head.ranks import exchange
+from lowtide.head.ranks import begin_gather
 
 # Kernels are compiled anew for a bias, a soft cap, a scale: these come together, or compiling takes all the time.
 OPTIONS: list[dict[str, Any]] = [
@@ -116,7 +116,7 @@ def an_exchange_that_is_dropped() -> None:
     group, ranks = dist.group.WORLD, dist.get_world_size()
     for _ in range(20):
         x = torch.ones(ranks * 2048, 4096, device="cuda")
-        dropped = exchange.begin_gather(x, group)
+        dropped = begin_gather(x, group)
         del x, dropped
         later = [torch.full((2048 * 4096,), 3.0, device="cuda") for _ in range(2 * ranks)]
         assert all((part == 3).all() for part in later)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu.conftest import HOPPER, ON_GPU, no_waits
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_logprobs
-from lowtide.head import ignored
+from lowtide.head import nodes
 from lowtide.head.kernels import gradient_gemms_hopper as gemms
 from lowtide.head.kernels.exp_logits import ExpRows
 from lowtide.head.kernels.gemm import ALL, Used
@@ -167,7 +167,7 @@ def test_evaluation_before_training() -> None:
     """In inference mode: training writes to the same tensor of counts."""
     x, w = (torch.randn(n, 128, device="cuda").to(NARROW).requires_grad_() for n in (700, 1003))
     y = torch.randint(0, 1003, (700,), device="cuda")
-    ignored._known.clear()
+    nodes._shares.clear()
     with torch.inference_mode():
         expected = linear_cross_entropy(x, w, y)
     for _ in range(8):

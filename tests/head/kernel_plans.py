@@ -11,9 +11,8 @@ from torch import Tensor
 
 import lowtide.head.apply as face
 from lowtide.head import divergence
-from lowtide.head.call import Head
+from lowtide.head.call import Gradients, Head
 from lowtide.head.engine import Chunks, gradient_buffers
-from lowtide.head.gradients import Gradients
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy, token_stats
 from lowtide.head.terms.dense import Dense

@@ -21,12 +21,12 @@ from torch.random import fork_rng
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import keep_stored, node, pytree, run_in_eager, saved_plainly, take_stored, undisturbed, watched
-from lowtide.head.call import Head, Wanted, check_mask, checked_call
+from lowtide.head.call import Gradients, Head, Wanted, check_mask, checked_call
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, narrow_view, run
-from lowtide.head.gradients import Gradients, scaled
+from lowtide.head.nodes import scaled
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, evenly, plan_head
-from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.ranks import VocabShard
 from lowtide.head.rows import Rows, slices, take_leading
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
@@ -280,16 +280,12 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
             pairs = zip(terms.gradients(), tensors, strict=True)
             return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
     factor = next(u for u in upstream if u is not None)
-    factor = factor if call.plan.rows else torch.zeros_like(factor)  # of no tokens, whatever comes from upstream
     stored, sources, in_place = take_stored(ctx, "linear_apply")
-    kept_N = None
-    if call.index is not None:
-        kept_N = torch.zeros(call.leading.numel(), dtype=torch.bool, device=factor.device).index_fill_(0, call.index, 1)
     grads: list[Tensor | None] = [None] * len(stored)
     for i, (grad, form) in enumerate(zip(stored, ctx.forms, strict=True)):
         if grad is not None and needed[i]:
             if i < 2:  # as large as hidden states and weight
-                product = scaled(grad, factor, in_place, kept_N if i == 0 else None)
+                product = scaled(grad, factor, in_place)
             else:  # what is 0 stays 0, as of tokens that are masked
                 product = (grad * factor).masked_fill_(grad == 0, 0)
             grads[i] = product.to(form[0]).view(form[1])

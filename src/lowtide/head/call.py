@@ -1,9 +1,10 @@
-"""The arguments that all functions of a head's logits share: their checks, and the records that the loops read.
+"""The arguments that all functions of a head's logits share: checks, and the records that the loops read and fill.
 
 N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unless the vocabulary is sharded).
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -23,9 +24,9 @@ from lowtide.arguments import (
     scalar_tensor,
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.gradients import with_trained_scale
+from lowtide.graph import node
 from lowtide.head.options import HeadOptions, Reduction, check_options
-from lowtide.head.ranks.parallel import Alone, Ranks, ranks_of
+from lowtide.head.ranks import Alone, Ranks, ranks_of
 from lowtide.head.rows import positions
 
 NAMES = ("input", "linear_weight", "linear_bias")
@@ -41,6 +42,28 @@ class Wanted(NamedTuple):
     input: bool
     weight: bool
     bias: bool
+
+
+@dataclass(kw_only=True)
+class Gradients:
+    """The gradients that a pass sums, each None if it is not needed."""
+
+    input_ND: Tensor | None = None
+    weight_VD: Tensor | None = None
+    bias_V: Tensor | None = None
+
+    def put_input(self, rows: slice | Tensor, wide_CD: Tensor) -> None:
+        """Write rows of the input's gradient."""
+        assert self.input_ND is not None
+        if isinstance(rows, slice):
+            self.input_ND[rows].copy_(wide_CD)
+        else:
+            self.input_ND.index_copy_(0, rows, wide_CD.to(self.input_ND.dtype))
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a gradient waits for its upstream factor."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 class Head(NamedTuple):
@@ -307,3 +330,47 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
     if scalar.device.type == "cpu":
         return torch.empty((), dtype=dtype, device=device).fill_(scalar)
     return scalar.to(device, dtype)
+
+
+def with_trained_scale(
+    input: Tensor, linear_bias: Tensor | None, of_input: Tensor, of_bias: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return hidden states, bias and logit scale with which the scale gets its gradient.
+
+    With m the scale and g the logits' gradient, ``dX = m g W`` and ``db = m sum g``: the scale's own gradient, ``sum_nv
+    g_nv (x_n w_v + b_v)``, is ``(sum X dX + sum b db) / m``, and no number of the logits is needed for it. Half
+    precision would lose it where a GradScaler's factor takes dX out of fp16's range, or with the few numbers of a bias:
+    these are copied to float32. ``of_input`` and ``of_bias`` are the scale, which get the gradient of each part.
+    """
+    if input.dtype == torch.float16:
+        input = input.float()
+    if linear_bias is not None and linear_bias.dtype.itemsize < 4:
+        linear_bias = linear_bias.float()
+    carry: Any = _CARRIES_SCALE.apply
+    linear_bias = None if linear_bias is None else carry(linear_bias, of_bias)
+    return carry(input, of_input), linear_bias, _not_zero(of_input.detach())
+
+
+def _not_zero(scale: Tensor) -> Tensor:
+    """Return a scale to divide by: in place of 0 a number with which all logits are as good as 0."""
+    scale = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    return scale.where(scale != 0, 2.0**-64)  # torch.compile(dynamic=True) would make a variable of a global number
+
+
+def _pass_on(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+    """Pass on a tensor that is scaled later."""
+    ctx.save_for_backward(x, scale)
+    return x.view_as(x)
+
+
+def _of_scale(ctx: Any, upstream: Tensor) -> Any:
+    """Return the scale's gradient from the tensor's."""
+    x, scale = ctx.saved_tensors
+    # what counts for nothing may be NaN, or a bias -inf, and times 0 that is not 0
+    product = (upstream.to(torch.promote_types(x.dtype, torch.float32)) * x).where(upstream != 0, 0).sum()
+    divisor = _not_zero(scale)
+    of_scale = (product.to(divisor.device) / divisor).to(scale.dtype)
+    return (upstream if ctx.needs_input_grad[0] else None, of_scale), (x, scale)
+
+
+_CARRIES_SCALE = node("CarriesScale", "a trained logit_scale", _pass_on, _of_scale)

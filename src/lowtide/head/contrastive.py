@@ -23,9 +23,13 @@ from lowtide.graph import node
 from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, check_head, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.exchange import begin_gather, begin_scattered_sum, swapped
-from lowtide.head.ranks.parallel import exchanges_between_ranks_run_in_eager
-from lowtide.head.ranks.shard import group_of
+from lowtide.head.ranks import (
+    begin_gather,
+    begin_scattered_sum,
+    exchanges_between_ranks_run_in_eager,
+    group_of,
+    swapped,
+)
 from lowtide.head.rows import looks_at_numbers
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import TOKEN_STATS

@@ -16,7 +16,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.head.call import CrossEntropyArgs, Head, check_per_token, check_reduction, check_target, checked_call
 from lowtide.head.options import HeadOptions, Reduction
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.ranks import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 
 

@@ -14,6 +14,7 @@ from lowtide.arguments import check_device, check_name, check_number, check_tens
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, message
 from lowtide.head.call import (
     DivergenceArgs,
+    Gradients,
     Head,
     Wanted,
     axes_and,
@@ -24,13 +25,11 @@ from lowtide.head.call import (
     checked_call,
     scalar_on,
 )
-from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
-from lowtide.head.gradients import Gradients, weight_lift
-from lowtide.head.nodes import Function, Shape, head_flop, stored_gradients
+from lowtide.head.engine import Numbers, Terms, gradient_buffers, run, weight_lift
+from lowtide.head.nodes import Function, Shape, head_flop, named_gradients
 from lowtide.head.options import HeadOptions, Reduction
 from lowtide.head.plan import HeadPlan, choose_gradient, plan_both_sides
-from lowtide.head.ranks.parallel import Alone, Ranks
-from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.ranks import Alone, Ranks, VocabShard
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.terms.dense import Dense, DenseKernels
 from lowtide.head.terms.known_classes import KnownClasses
@@ -254,7 +253,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
     Masked tokens are dropped on the CPU, or where the host may wait; elsewhere they are computed as zeros.
     """
     _check_ids(head, args)
-    rows, denominator, per_token = _rows(head, args.mask), _denominator(head, args), args.reduction == "none"
+    rows, denominator = _rows(head, args.mask), _denominator(head, args)
     factor: Tensor | None = None
     if any(wanted):
         factor = torch.ones((), dtype=head.wide, device=head.input.device)
@@ -266,16 +265,11 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
     numbers, into = _run(head, args, rows, wanted, factor)
     value = rows.among_all(numbers["value"])
     value = value if args.mask is None else value.where(args.mask, 0)
-    input_factor_N = torch.ones_like(value) if per_token else None
-    value = value if per_token else value.sum()
+    value = value if args.reduction == "none" else value.sum()
     values = {"value": value if denominator is None else value / denominator}
     if keep:
         values |= {name: rows.among_all(numbers[name]) for name in KNOWN}
-    if not any(wanted):
-        return values
-    # a copy: an operator returns no memory of others
-    kept_N = head.input.new_ones(head.tokens, dtype=torch.bool) if args.mask is None else args.mask.clone()
-    return values | stored_gradients(head, into, input_factor_N=input_factor_N, kept=(kept_N, kept_N.any()))
+    return values | (named_gradients(head, into, stored=True) if any(wanted) else {})
 
 
 def backward(

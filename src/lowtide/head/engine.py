@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head
-from lowtide.head.gradients import Gradients, stored_dtype
+from lowtide.head.call import Gradients, Head, stored_dtype
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.rows import Rows, slices
 
@@ -194,7 +193,7 @@ class Chunks:
         elif into.input_ND is not None:
             product = x_CD.new_empty(x_CD.shape, dtype=into.input_ND.dtype if rounded else head.wide)
             self.input_grad(g_CV, outside, product)
-            write = head.ranks.begin_sum(product, part, index, into)
+            write = head.ranks.begin_sum(product, part, index, into.put_input)
             del product
         if into.weight_VD is not None:
             raised = outside if terms.lift is None or outside is None else outside * terms.lift
@@ -262,6 +261,18 @@ def gradient_buffers(
     if wanted[2]:
         into.bias_V = x.new_zeros(V, dtype=wide)
     return into
+
+
+def weight_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
+    """Return what fp16 hidden states times these factors are lifted by, so that they neither overflow nor underflow.
+
+    It brings the largest product of the factors to 2**-2 where kernels have left 2**-14 beside them.
+    """
+    largest = factor.abs().amax() if factor.numel() else factor.new_ones(())
+    for other in others:
+        if other is not None:
+            largest = largest * other.abs().amax()
+    return (2.0**12 / largest.clamp(min=2.0**-100)).where(largest.isfinite(), 1)
 
 
 def narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:

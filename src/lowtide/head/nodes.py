@@ -6,12 +6,19 @@ two implementations. Its operators, their fakes and FLOP counts, and its two aut
 Of stored gradients a scalar loss's upstream one is one factor; with a value for each token and a frozen head, one
 factor for each row of the input's. Those of float16 are stored in float32: divided by N, before a GradScaler's factor
 is known, they would sink below float16's smallest numbers.
+
+Whether ignored tokens are skipped, where nothing is asked, follows from how many there were in the calls before: the
+kernels that end before them take a few percent longer than cuBLAS where none is ignored. The host does not wait to
+learn a call's number: it is read AFTER calls later, when it has arrived long ago. Only the first call of a kind, of a
+head and a function, waits for its own. What is chosen follows from the calls made, never from when a number arrives: a
+program that runs again computes the same bits.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,28 +32,35 @@ from lowtide.graph import (
     schema_of,
     take_stored,
     undisturbed,
+    watched,
 )
-from lowtide.head.call import Head, Wanted
-from lowtide.head.gradients import Gradients, scaled, stored_dtype
-from lowtide.head.ignored import decided, kept_tokens
+from lowtide.head.backends import skips_ignored
+from lowtide.head.call import CrossEntropyArgs, Gradients, Head, TokenStatsArgs, Wanted, stored_dtype
 from lowtide.head.plan import skipping
-from lowtide.head.ranks.parallel import Alone, exchanges_between_ranks_run_in_eager
+from lowtide.head.ranks import Alone, exchanges_between_ranks_run_in_eager
+from lowtide.head.rows import sent, slices
 
 Values = dict[str, Tensor]
 Shape = tuple[tuple[int, ...], torch.dtype]
-NOTHING = (0,)  # the shape of what was not requested
+Shares = deque[Callable[[], float]]
 _IGNORED = Head._fields.index("ignored_tokens")
 _HEAD = Head._fields.index("ranks")  # what operators take of it: what stands before
 assert Head._fields[:3] == ("input", "weight_VD", "bias_V")  # whose gradients `node` takes for the first
-_WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
-STORED = 6  # tensors: see `stored_shapes`
+_GRADIENTS = tuple(f"{name}_grad" for name in Wanted._fields)
+CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
+LEAST = 0.05  # the share of ignored tokens from which skipping them is faster
+AFTER = 4  # calls
+NUMBERS = 16  # of so many shares one above that is enough: batches differ, and a batch that is computed gains little
+MOST_KINDS = 64
+_shares: dict[tuple[Any, ...], Shares] = {}  # of each kind's last calls
+_skips = cache(skips_ignored)
 
 
 @dataclass(eq=False)
 class Function:
     """A function of a head's logits, and what its operators and nodes are made of.
 
-    ``forward(head, args, wanted, keep)`` returns values of all N tokens by name, and stored gradients where any is
+    ``forward(head, args, wanted, keep)`` returns values of all N tokens by name, and `named_gradients` where any is
     wanted; with ``keep`` also the ``known`` ones that are not ``returned``. ``backward(head, args, wanted, upstream,
     known)`` gets the gradients of those in ``upstream``, None where none flows back, and what forward returned. Without
     ``keep`` the shape of a value that forward leaves out is (0,). A value for each token is called with
@@ -67,8 +81,8 @@ class Function:
     def __post_init__(self) -> None:
         self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
         self.arguments = _HEAD + len(self.args._fields)
-        call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {_WANTED}"
-        several = ", ".join(["Tensor"] * (len(self.names) + STORED))
+        call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {', '.join(f'bool {name}' for name in _GRADIENTS)}"
+        several = ", ".join(["Tensor"] * (len(self.names) + len(_GRADIENTS)))
         given = [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
         backward = f"({call}, {', '.join(given)}) -> (Tensor, Tensor, Tensor)"
         self.ahead = self._operator(self.name, f"({call}, bool keep) -> ({several})", self.compute)
@@ -106,21 +120,47 @@ class Function:
 
     def _run(self, operator: Operator, objects: Any, fields: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return what an operator computes from the fields; with ``objects`` beside these by no operator."""
-        after = None
-        if fields[_IGNORED] == "auto":
-            tensors, counted = (*fields[:2], fields[_HEAD]), partial(self._kept, fields)
-            way, after = decided((operator, self.args), tensors, counted, alone=objects is None)
+        shares: Shares | None = None
+        if fields[_IGNORED] == "auto" and objects is None:  # ranks would wait for each other if they chose unlike ways
+            way, shares = self._way(operator, fields)
             fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
         found: tuple[Tensor, ...]
         found = operator(*fields) if objects is None else operator.compute(*fields, objects=objects)
-        if after is not None:
-            after()
+        if shares is not None:
+            self._count(shares, fields)
         return found
 
-    def _kept(self, fields: Sequence[Any]) -> Tensor:
+    def _way(self, operator: Operator, fields: Sequence[Any]) -> tuple[str, Shares | None]:
+        """Return what a pass does with ignored tokens, where nothing is asked, and where they are counted afterwards.
+
+        They are skipped where results may not depend on earlier calls: in a compiled graph, and where deterministic
+        algorithms are requested. A captured graph does what the last call did.
+        """
+        if torch.compiler.is_compiling():
+            return "skip", None
+        x, w, target = *fields[:2], fields[_HEAD]
+        counts = self.args in (CrossEntropyArgs, TokenStatsArgs) and x.device.type == "cuda"
+        if not counts or not len(x) or not _skips(x.device):
+            return "auto", None
+        if torch.are_deterministic_algorithms_enabled() or watched((x, target)):
+            return "skip", None
+        kind, captures = (operator, x.device, *w.shape), torch.cuda.is_current_stream_capturing()
+        shares = _shares.get(kind)
+        if shares is not None:
+            return "skip" if _pays(shares) else "compute", None if captures else shares
+        if captures:
+            return "skip", None
+        if len(_shares) >= MOST_KINDS:
+            _shares.clear()
+        shares = _shares[kind] = deque(maxlen=NUMBERS + AFTER - 1)
+        return "skip" if self._count(shares, fields) else "compute", None
+
+    def _count(self, shares: Shares, fields: Sequence[Any]) -> bool:
+        """Begin to count a call's tokens, and wait for what the next call reads: a graph may capture that one."""
         head, args, _ = self._split(fields)
         given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
-        return kept_tokens(args, given[: len(self.upstream)] if len(given) > 1 else (), head.tokens)
+        shares.append(share_of(kept_tokens(args, given[: len(self.upstream)], head.tokens)))
+        return _pays(shares)
 
     def _split(self, fields: Sequence[Any], objects: Any = None) -> tuple[Head, Any, Wanted]:
         head = Head(*fields[:_HEAD], *(objects or [Alone(fields[1].shape[0])]))
@@ -133,9 +173,8 @@ class Function:
         if real:
             with undisturbed(head.input.device):
                 found = self.forward(head.prepared(), args, wanted, keep_known)
-        per_token, shapes = getattr(args, "reduction", "none") == "none", self.shapes(head, args, keep_known)
-        shapes = {name: shapes[name] for name in self.names} | stored_shapes(head, wanted, per_token=per_token)
-        return _filled(head, shapes, found)
+        shapes = self.shapes(head, args, keep_known)
+        return _filled(head, {name: shapes[name] for name in self.names}, found, wanted, stored=True)
 
     def compute_gradients(self, *fields: Any, objects: Any = None, real: bool = True) -> tuple[Tensor, ...]:
         """Return the gradients of input, weight and bias, in the shapes and dtypes of these, the bias's wide."""
@@ -145,8 +184,8 @@ class Function:
         known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
         if real:
             with undisturbed(head.input.device):
-                found = found_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
-        return _filled(head, gradient_shapes(head, wanted), found)
+                found = named_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
+        return _filled(head, {}, found, wanted)
 
     def _flop(self, *fields: Any) -> int:
         return self.flop(*self._split(fields))
@@ -163,31 +202,18 @@ class Function:
     def _multiply(self, ctx: Any, upstream: Tensor, *_: Any) -> tuple[list[Tensor | None], Sequence[Tensor | None]]:
         """Return the stored gradients times the upstream one, a scalar or [N], and what else they depend on."""
         stored, sources, in_place = take_stored(ctx, self.public)
-        dx, dw, db, input_factor, kept_tokens, kept_any = stored
-        grads: list[Tensor | None] = [None, None, None]
-        if ctx.needs_input_grad[0]:
-            factor = upstream * input_factor if input_factor.numel() else upstream
-            grad = scaled(dx, factor, in_place, kept_tokens)
-            if factor.dim():  # nor does a NaN get out where nothing flows back
-                grad.masked_fill_((factor == 0).view(*dx.shape[:-1], 1), 0)
-            grads[0] = grad.to(ctx.dtypes[0])
-        of_all = upstream.where(kept_any, 0)
-        if ctx.needs_input_grad[1]:
-            grads[1] = scaled(dw, of_all, in_place).to(ctx.dtypes[1])
-        if ctx.needs_input_grad[2]:
-            grads[2] = (db * of_all).to(ctx.dtypes[2])
-        return grads, sources
+        found = zip(stored, ctx.dtypes, ctx.needs_input_grad, strict=False)
+        return [scaled(g, upstream, in_place).to(dtype) if flag else None for g, dtype, flag in found], sources
 
     def _save(self, ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *fields, objects = args
         found = self._run(self.ahead, objects, (*fields, False, False, False, True))
         # what is returned is copied: the caller may write to it
         known = ((self.names.index(name), name in self.returned) for name in self.known)
-        numbers = [found[i].clone() if is_returned else found[i] for i, is_returned in known]
+        # few, and as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
+        ctx.numbers = [found[i].clone() if is_returned else found[i] for i, is_returned in known]
         ctx.places = [i for i, field in enumerate(fields) if isinstance(field, Tensor)]
         ctx.save_for_backward(*(fields[i] for i in ctx.places))
-        # few, and as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
-        ctx.numbers = numbers
         ctx.objects, ctx.scalars = objects, [None if isinstance(field, Tensor) else field for field in fields]
         return self._returned(ctx, found)
 
@@ -203,9 +229,8 @@ class Function:
         grads = self._run(self.back, ctx.objects, (*fields, *wanted, *upstream[: len(self.upstream)], *ctx.numbers))
         if is_last_backward():
             ctx.numbers = []
-        dtypes = [None if x is None else x.dtype for x in fields[:3]]
-        found = zip(grads, dtypes, wanted, strict=True)  # the bias's is wide
-        return [grad.to(dtype) if flag else None for grad, dtype, flag in found], fields[:3]
+        found = zip(grads, fields, wanted, strict=False)  # the bias's is wide
+        return [grad.to(tensor.dtype) if flag else None for grad, tensor, flag in found], fields[:3]
 
 
 def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ()) -> int:
@@ -213,36 +238,25 @@ def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ())
     return 2 * (1 + sum(wanted[:2])) * math.prod(input.shape[:-1]) * linear_weight.numel()
 
 
-def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor, ...]:
-    """Return what has these shapes and dtypes, without numbers where it was not found."""
+def _filled(
+    head: Head, shapes: dict[str, Shape], found: Values, wanted: Wanted, *, stored: bool = False
+) -> tuple[Tensor, ...]:
+    """Return values of these shapes and dtypes, and the gradients: without numbers where one was not found."""
+    shapes = shapes | gradient_shapes(head, wanted, stored=stored)
     new = head.input.new_empty
     return tuple([found[name] if name in found else new(size, dtype=dtype) for name, (size, dtype) in shapes.items()])
 
 
-def gradient_shapes(head: Head, wanted: Wanted, *, stored: bool = False) -> dict[str, Shape]:
-    """Return the gradients' shapes, those of what they belong to, and dtypes; the bias's is wide."""
+def gradient_shapes(head: Head, wanted: Wanted, *, stored: bool) -> dict[str, Shape]:
+    """Return the gradients' shapes, those of what they belong to, or (0,), and dtypes; the bias's is wide."""
     x, w = head.input, head.weight_VD
     of_input, of_weight = (stored_dtype(t.dtype) if stored else t.dtype for t in (x, w))
-    return {
-        "input_grad": (x.shape if wanted.input else NOTHING, of_input),
-        "weight_grad": (w.shape if wanted.weight else NOTHING, of_weight),
-        "bias_grad": (w.shape[:1] if wanted.bias else NOTHING, head.wide),
-    }
+    forms = (x.shape, of_input), (w.shape, of_weight), (w.shape[:1], head.wide)
+    pairs = zip(_GRADIENTS, forms, wanted, strict=True)
+    return {name: (shape if flag else (0,), dtype) for name, (shape, dtype), flag in pairs}
 
 
-def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool) -> dict[str, Shape]:
-    """Return what forward stores, in this order."""
-    N, stores = (head.tokens,), any(wanted)
-    return gradient_shapes(head, wanted, stored=True) | {
-        # with a value for each token: what each row of the first is still to be multiplied with
-        "input_factor": (N if per_token and wanted.input else NOTHING, head.wide),
-        # which of the hidden states here count, and whether any token does, here or on another rank that holds classes
-        "kept_tokens": (N if stores else NOTHING, torch.bool),
-        "kept_any": (() if stores else NOTHING, torch.bool),
-    }
-
-
-def found_gradients(head: Head, into: Gradients, *, stored: bool = False) -> dict[str, Tensor]:
+def named_gradients(head: Head, into: Gradients, *, stored: bool = False) -> Values:
     """Return gradients in the shapes and dtypes of `gradient_shapes`."""
     shapes = gradient_shapes(head, Wanted(True, True, True), stored=stored).items()
     grads = into.input_ND, into.weight_VD, into.bias_V
@@ -251,15 +265,53 @@ def found_gradients(head: Head, into: Gradients, *, stored: bool = False) -> dic
     return {name: (x if x.shape == shape else x.view(shape)).to(dtype) for name, (x, shape, dtype) in found.items()}
 
 
-def stored_gradients(
-    head: Head,
-    into: Gradients,
-    *,
-    input_factor_N: Tensor | None,  # with a value for each token: each one's factor
-    kept: tuple[Tensor, Tensor],  # the last of `stored_shapes`: other tokens' gradients are 0 in any case
-) -> dict[str, Tensor]:
-    """Return what `stored_shapes` names, as far as it is known."""
-    stored = found_gradients(head, into, stored=True)
-    if input_factor_N is not None and into.input_ND is not None:
-        stored["input_factor"] = input_factor_N
-    return stored | {"kept_tokens": kept[0], "kept_any": kept[1]}
+def scaled(grad: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    """Return ``grad * factor`` in the dtype of ``grad``, contiguous, the product itself taken in the factor's.
+
+    The factor is read on its device, and costs nothing if it is 1: a scalar, or one value for each row [...] of
+    ``grad`` [..., D], flattened, whose row is 0 where it is 0. What is 0 stays 0, even if the factor is infinite or
+    NaN. The result shares no memory with ``grad`` unless it is ``in_place``.
+    """
+    by_row = factor.dim() > 0
+    factors = factor.view((*grad.shape[:-1], 1) if by_row else (1,) * grad.dim())
+    if torch.compiler.is_compiling():
+        product = (grad * factors).to(grad.dtype).masked_fill(grad == 0, 0)
+        return product.masked_fill(factors == 0, 0) if by_row else product
+    out = grad if in_place else grad.clone()
+    has_numbers = type(out) is Tensor  # and is no FakeTensor
+    if out.is_cuda and has_numbers:
+        from lowtide.head.kernels.elementwise import scale_
+
+        scale_(out, factor.contiguous())
+    elif out.device.type == "cpu" and has_numbers and not by_row and math.isfinite(number := factor.item()):
+        if number != 1:  # which keeps its own precision, a 0-d tensor would be rounded to grad's
+            out.mul_(number)
+    else:
+        N, D = shape = factor.numel(), out.shape[-1] if by_row else out.numel()
+        for part in slices(N, CPU_BLOCK // max(1, D)):
+            block = out.view(shape)[part]
+            zero = block == 0
+            block.mul_(factor.view(N, 1)[part]).masked_fill_(zero, 0)
+    return out.masked_fill_(factors == 0, 0) if by_row else out
+
+
+def share_of(kept_N: Tensor) -> Callable[[], float]:
+    """Begin to count the tokens that are left out; return what waits for their share, once."""
+    kept, N = sent(kept_N.sum()), max(1, kept_N.numel())
+    return cache(lambda: 1 - kept() / N)
+
+
+def _pays(shares: Shares) -> bool:
+    """Return whether skipping pays in the next call: by all shares but the last ones, at first by the first."""
+    return max(share() for share in list(shares)[: 1 - AFTER] or [shares[0]]) > LEAST
+
+
+def kept_tokens(args: Any, upstream: Sequence[Any], tokens: int) -> Tensor:
+    """Return which tokens have a target, and in backward an upstream gradient that is not 0: bool [N, *]."""
+    kept_NK: Tensor = args.target != args.ignore_index
+    flows = [g.reshape(tokens, -1) != 0 for g in upstream if isinstance(g, Tensor) and g.dim()]
+    if not flows:
+        return kept_NK.any(1) if kept_NK.numel() > tokens else kept_NK
+    if upstream[0] is not None:  # the targets'
+        flows[0] = flows[0] & kept_NK.reshape(tokens, -1)
+    return torch.cat(flows, 1).any(1)

@@ -32,7 +32,7 @@ from lowtide.head.call import (
     Wanted,
 )
 from lowtide.head.options import HeadOptions, Reduction, check_options
-from lowtide.head.ranks.parallel import SpreadRanks
+from lowtide.head.ranks import SpreadRanks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 from lowtide.kernel_launch import power_of_2
 

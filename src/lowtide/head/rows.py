@@ -1,8 +1,9 @@
 """The rows that are computed: of hidden states [..., D], or of any tensor with tokens on its leading axes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,3 +114,18 @@ def positions(chosen_N: Tensor) -> Tensor | None:
     """Return where ``chosen_N`` is True, or None where it is everywhere; the host waits for it."""
     index = chosen_N.nonzero()[:, 0]
     return None if index.numel() == chosen_N.numel() else index
+
+
+def sent(x: Tensor) -> Callable[[], Any]:
+    """Begin to copy numbers to the host; return what waits until they are there, and returns them as a list."""
+    there = x.to("cpu", non_blocking=True, copy=True)  # pinned
+    if not x.is_cuda:
+        return there.tolist
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(x.device))
+
+    def wait() -> Any:
+        arrived.synchronize()
+        return there.tolist()
+
+    return wait

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from lowtide.arguments import check_device, check_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, message
-from lowtide.head.call import Head, SupportArgs, Wanted, axes_and
-from lowtide.head.gradients import Gradients
+from lowtide.head.call import Gradients, Head, SupportArgs, Wanted, axes_and
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE, support_backend
-from lowtide.head.ranks.parallel import Alone
+from lowtide.head.ranks import Alone
 from lowtide.head.rows import looks_at_numbers, slices, take_rows
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream
@@ -113,7 +112,7 @@ def backward(
             out = into.input_ND[tokens] if head.ranks.alone else c.new_empty(len(ids), D)
             input_grad(c[tokens], head.weight_VD, rows[tokens], out, head.dtype)
             if not head.ranks.alone:
-                head.ranks.begin_sum(out, tokens, None, into)()
+                head.ranks.begin_sum(out, tokens, None, into.put_input)()
     if wanted.weight:
         into.weight_VD = x.new_empty(V, D, dtype=head.weight_VD.dtype)
         weight_grad(c, _hidden(head, slice(0, len(c))), rows, into.weight_VD)

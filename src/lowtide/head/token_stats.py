@@ -12,7 +12,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.head.call import CrossEntropyArgs, Head, SupportArgs, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.ranks import VocabShard
 from lowtide.head.support import SUPPORT, check_support
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS

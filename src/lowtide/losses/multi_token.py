@@ -15,7 +15,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.call import scalar_on
 from lowtide.head.cross_entropy import linear_cross_entropy, mean_and_parts
 from lowtide.head.options import HeadOptions
-from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.ranks import VocabShard
 from lowtide.losses.reduction import check_place, check_positive
 
 

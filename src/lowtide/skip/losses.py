@@ -11,10 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head
+from lowtide.head.call import Gradients, Head
 from lowtide.head.engine import matmul_into
 from lowtide.head.exponentials.losses import CrossEntropy, Piece
-from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_rows, hopper
 from lowtide.head.kernels.exp_logits import ExpRows, Listed
 from lowtide.head.kernels.gradient_gemms_hopper import InputRows, room_for

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.head.ignored import host_memory, sent
+from lowtide.head.rows import sent
 
 FIRST = 0.012  # the first threshold, over the error that is accepted
 NEAR = 0.92  # of what is accepted, what is aimed at
@@ -75,8 +75,7 @@ class Remembered:
         self.errors = torch.zeros(2, dtype=torch.float32, device=device)  # of dX and dW, as measured last
         self.total = torch.zeros(2, dtype=torch.int32, device=device)  # tiles kept, and all, of the last pass
         self._pays = True
-        self._host_total = host_memory(2, dtype=torch.int32)
-        self._arriving: tuple[int, Callable[[], None]] | None = None  # the call whose `total` is, and a wait for it
+        self._arriving: tuple[int, Callable[[], list[int]]] | None = None  # a call, and a wait for its `total`
 
     def accept(self, error: float) -> None:
         """Take the error that a call accepts: where it is smaller, the threshold falls with it."""
@@ -89,8 +88,7 @@ class Remembered:
         n = self.calls
         self.calls += 1
         if self._arriving is not None and n >= self._arriving[0] + AFTER:
-            self._arriving[1]()
-            kept, tiles = self._host_total.tolist()
+            kept, tiles = self._arriving[1]()
             self._pays, self._arriving = kept < PAYS * tiles, None
         return self._pays or self.passes < COMPARED or n % PROBE == 0
 
@@ -123,7 +121,7 @@ class Remembered:
             )
         self.passes += 1
         if self._arriving is None:
-            self._arriving = self.calls - 1, sent(self.total, self._host_total)
+            self._arriving = self.calls - 1, sent(self.total)
 
     def lost(self) -> Tensor:
         """Return what the last pass lost of the gradient of the logits, relative."""

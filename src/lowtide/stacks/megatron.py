@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.ranks import VocabShard
 
 
 class _NoLogits(NamedTuple):

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head
+from lowtide.head.call import Gradients, Head
 from lowtide.head.engine import matmul_into
-from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_rows, gemm, gradient_gemms_hopper, hopper
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_input_grad

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head
+from lowtide.head.call import Gradients, Head
 from lowtide.head.exponentials.losses import CrossEntropy, Exponentials, Piece, aligned_rows
 from lowtide.head.exponentials.tile_sums import TileStatistics
-from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_rows
 from lowtide.head.kernels.gradient_gemms_hopper import Room, room_for
 from lowtide.head.plan import HeadPlan
-from lowtide.head.ranks.exchange import Exchange
+from lowtide.head.ranks import Exchange
 from lowtide.head.rows import input_is_copied, slices
 from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import merged, packed
@@ -91,7 +90,7 @@ class Sharded(Exponentials):
         self._wait_for_sums()
         if self.width:
             self.finish_input(piece, product_CD, product_CD, None)
-        self._under_way.append(self.ranks.begin_sum(product_CD, piece.part, self.index, into))
+        self._under_way.append(self.ranks.begin_sum(product_CD, piece.part, self.index, into.put_input))
 
     def _wait_for_sums(self) -> None:
         """Write the sums over ranks that were begun where they belong."""
@@ -189,7 +188,7 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
             exp_rows.finish_input_grad(
                 product_CD, product_CD, self.weight_VD, rows.s, piece.y_C, rows.rest, used=self.used(part)
             )
-        self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index, self._into))
+        self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index, self._into.put_input))
 
     def _add_weight(self, piece: Any) -> None:
         """Add a chunk's, with its last piece: while the input's is summed over the ranks."""

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head
+from lowtide.head.call import Gradients, Head
 from lowtide.head.exponentials.losses import Exponentials, Piece
-from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import stats
 from lowtide.head.kernels.exp_rows import finish_input_grad
 from lowtide.head.kernels.gemm import gemm_tiles

@@ -118,7 +118,7 @@ def valid_first(kept_N: Tensor) -> tuple[Tensor, Tensor]:
 def _scale(  # type: ignore[no-untyped-def]
     x_ptr, factor_ptr, columns, blocks, total, programs, BLOCK: tl.constexpr
 ):
-    """Each row times its factor: the product in the factor's dtype, the result rounded to x's."""
+    """Each row times its factor: the product in the factor's dtype, the result rounded to x's. What is 0 stays 0."""
     for block in range(tl.program_id(0), total, programs):
         row = (block // blocks).to(tl.int64)
         factor = tl.load(factor_ptr + row)
@@ -126,7 +126,7 @@ def _scale(  # type: ignore[no-untyped-def]
             column = (block % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             at, inside = row * columns + column, column < columns
             x = tl.load(x_ptr + at, mask=inside).to(factor.dtype)
-            tl.store(x_ptr + at, (x * factor).to(x_ptr.dtype.element_ty), mask=inside)
+            tl.store(x_ptr + at, tl.where(x == 0.0, x, x * factor).to(x_ptr.dtype.element_ty), mask=inside)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError, UnsupportedError, message
-from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
-from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
-from lowtide.head.gradients import Gradients, weight_lift
-from lowtide.head.nodes import Function, Shape, stored_gradients
+from lowtide.head.call import CrossEntropyArgs, Gradients, Head, Wanted, scalar_on
+from lowtide.head.engine import Numbers, Terms, gradient_buffers, run, weight_lift
+from lowtide.head.nodes import Function, Shape, named_gradients
 from lowtide.head.plan import HeadPlan, plan_cross_entropy, skipping, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.terms.loss import Loss, RowFactors
@@ -67,19 +66,17 @@ class RowLoss(Terms):
 def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
     """Return the loss, with ``keep`` what `backward` needs of each token, and the needed gradients for upstream 1."""
     loss, plan = _plan(head, args, wanted)
-    rows, ranks, per_token, into = loss.rows, head.ranks, args.reduction == "none", Gradients()
+    rows, into = loss.rows, Gradients()
 
     def factors() -> tuple[Tensor, Gradients]:
         nonlocal into
         into = gradient_buffers(head, rows, plan, wanted, stored=True)
-        if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
-            return torch.ones_like(loss.unit) if rows.kept is None else rows.kept.to(head.wide), into
         return loss.divided(), into
 
     numbers = _run(head, loss, plan, factors if any(wanted) else None, None)
     loss_n = numbers["loss"] * loss.unit
     loss_N = rows.among_all(loss_n if rows.kept is None else loss_n.where(rows.kept, 0))
-    value, denominator = loss_N if per_token else loss_N.sum(), loss.denominator
+    value, denominator = loss_N if args.reduction == "none" else loss_N.sum(), loss.denominator
     values = {"loss": value if denominator is None else value / denominator}
     if args.each:
         values["each"] = loss_N
@@ -87,12 +84,7 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
         # copies: an operator returns no memory twice
         values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
         values |= {name: numbers[name] for name in ("tiles", "classes") if name in numbers}
-    if not any(wanted):
-        return values
-    kept_N = args.target.reshape(-1) != args.ignore_index
-    kept = ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()
-    unit_N = rows.among_all(loss.unit).clone() if per_token else None
-    return values | stored_gradients(head, into, input_factor_N=unit_N, kept=kept)
+    return values | named_gradients(head, into, stored=True)
 
 
 def backward(

@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lowtide.head.call import Gradients
 from lowtide.head.engine import Numbers, Terms, UpstreamOf
-from lowtide.head.gradients import Gradients
 from lowtide.head.rows import Rows, slices
 from lowtide.head.terms.statistics import Upstream
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head, TokenStatsArgs, Wanted
+from lowtide.head.call import Gradients, Head, TokenStatsArgs, Wanted
 from lowtide.head.engine import Terms, gradient_buffers, run
-from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import HeadPlan, plan_token_stats, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
