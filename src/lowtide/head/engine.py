@@ -74,10 +74,7 @@ def run(
         if upstream is None or into is None:
             found.append((terms.numbers(chunks.logits(x_CD), part), None))
         else:
-            numbers, g_CV, outside = chunks.gradient(terms, x_CD, part, upstream, known)
-            found.append((numbers, None))
-            if len(x_CD):
-                chunks.add_products(terms, g_CV, outside, x_CD, part, into)
+            found.append((chunks.add_gradients(terms, x_CD, part, upstream, known, into), None))
     if into is not None and into.weight_VD is not None and terms.lift is not None:
         into.weight_VD.div_(terms.lift)
     return joined(found)[0]
@@ -96,7 +93,7 @@ class Chunks:
         # of other strides mm would copy it once a chunk
         weight_VD = head.weight_VD if 1 in head.weight_VD.stride() else head.weight_VD.contiguous()
         self.weight_VD = weight_VD.to(head.dtype) if whole else weight_VD
-        self._block = weight_VD.new_empty(plan.block_rows * weight_VD.shape[1], dtype=head.wide)
+        self._block = weight_VD.new_empty(plan.block_rows, weight_VD.shape[1], dtype=head.wide)
         self.parts = list(slices(plan.rows, plan.chunk_rows))
         self._longest = max((part.stop - part.start for part in self.parts), default=0)
         self._piece = plan.product_rows or self._longest  # rows of which logits exist at a time
@@ -107,19 +104,13 @@ class Chunks:
     def hidden(self, part: slice) -> Tensor:
         """Return a chunk's hidden states [C, D] in the operands' dtype, 0 in rows that do not count."""
         head, kept = self.head, self.rows.kept
-        if part.start == part.stop:
-            return head.input.new_empty(0, head.input.shape[-1], dtype=head.dtype)
         x_CD = head.ranks.begin_rows(head.input, self.rows.index, part, head.dtype).get()
         return x_CD if kept is None else x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the weight, rounded to the operands' dtype, in blocks of rows of the wide dtype."""
         for part in slices(len(self.weight_VD), self.plan.block_rows):
-            yield part, self._wide_rows(part).copy_(self.weight_VD[part].to(self.head.dtype))
-
-    def _wide_rows(self, part: slice) -> Tensor:
-        rows, D = part.stop - part.start, self.weight_VD.shape[1]
-        return self._block[: rows * D].view(rows, D)
+            yield part, self._block[: part.stop - part.start].copy_(self.weight_VD[part].to(self.head.dtype))
 
     def logits(self, x_CD: Tensor) -> Tensor:
         """Return the logits of these hidden states."""
@@ -144,10 +135,10 @@ class Chunks:
             z[:, V:] = -torch.inf
         return z
 
-    def gradient(
-        self, terms: Terms, x_CD: Tensor, part: slice, upstream: UpstreamOf, known: Numbers | None
-    ) -> tuple[Numbers, Tensor, Tensor | None]:
-        """Return a chunk's numbers, the gradient of its logits [C, V_r], and what its rows still lack."""
+    def add_gradients(
+        self, terms: Terms, x_CD: Tensor, part: slice, upstream: UpstreamOf, known: Numbers | None, into: Gradients
+    ) -> Numbers:
+        """Add a chunk's gradients, and return its numbers; what `Terms.gradient_` leaves is overwritten."""
         C, V = len(x_CD), self.head.ranks.rows
         if terms.apart and self._gradient is None:
             self._gradient = self._logits.new_empty(self._longest, padded(self._columns), dtype=self.head.dtype)
@@ -163,18 +154,16 @@ class Chunks:
                 numbers = {name: x[of_all] for name, x in known.items()}
                 found.append((numbers, terms.gradient_(z, of_all, numbers, upstream(numbers, of_all))))
         numbers, outside = joined(found)
-        return numbers, (z if self._gradient is None else self._gradient[:C])[:, :V], outside
+        if C and not (into.input_ND is None and into.weight_VD is None and into.bias_V is None):
+            g_CV = (z if self._gradient is None else self._gradient[:C])[:, :V]
+            self._add_products(terms, g_CV, outside, x_CD, part, into)
+        return numbers
 
-    def add_products(
+    def _add_products(
         self, terms: Terms, g_CV: Tensor, outside: Tensor | None, x_CD: Tensor, part: slice, into: Gradients
     ) -> None:
-        """Add a chunk's gradients; across ranks the input's is summed during the weight's GEMM.
-
-        ``g_CV``, the gradient of its logits, is overwritten; ``outside`` is what each row lacks, see `Terms.gradient_`.
-        """
+        """Add a chunk's products; across ranks the input's is summed during the weight's GEMM."""
         head, index, write = self.head, self.rows.index, None
-        if into.input_ND is None and into.weight_VD is None and into.bias_V is None:
-            return
         by_kernel = self.plan.backend == "row"  # its gradient may be narrow already
         if terms.narrowed or (by_kernel and g_CV.dtype != head.dtype):
             g_CV = narrow_view(g_CV, head.dtype)
@@ -226,7 +215,7 @@ class Chunks:
             matmul_into(g_CV.T, x, total_VD, add=not first)
             return
         for part in slices(len(total_VD), self.plan.block_rows):
-            wide = self._wide_rows(part)
+            wide = self._block[: part.stop - part.start]
             if g_CV.dtype == self.head.wide:
                 torch.mm(g_CV[:, part].T, x, out=wide)
             else:
