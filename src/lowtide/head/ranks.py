@@ -346,7 +346,7 @@ class SpreadRanks(Ranks):
         N, axis = math.prod(self._leading), self._axis
         tokens = torch.arange(N, device=self._device).view(*self._leading)
         tokens = self._filled(tokens, self.size * self._length, N)
-        parts_WL = torch.stack(tokens.split(self._length, axis)).flatten(1)
+        parts_WL = torch.stack(torch.split(tokens, self._length, axis)).flatten(1)
         rows = (plan.product_rows or plan.chunk_rows) // self.size  # a piece's, of each part
         return torch.cat([piece.reshape(-1) for piece in torch.split(parts_WL, rows, 1)])
 
