@@ -238,7 +238,7 @@ def keep_stored(ctx: Any, stored: Sequence[Any], sources: Sequence[Tensor | None
     trained = () if compiling else [x for x in sources if x is not None and x.requires_grad]
     ctx.stored, ctx.sources = tuple(stored), trained
     # a dispatch mode, such as that of selective checkpointing, may hold the results of forward
-    ctx.shared = not compiling and _in_dispatch_mode()
+    ctx.shared = held_elsewhere()
 
 
 def take_stored(ctx: Any, public: str) -> tuple[tuple[Any, ...], Sequence[Tensor | None], bool]:

@@ -270,15 +270,11 @@ def narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
     Block after block, each as wide as all before it: block [a, 2a) is written to [a / 2, a), which has
     been read by then.
     """
-    V = wide_CV.shape[1]
-    narrow_CV = narrow_view(wide_CV, dtype)
-    first = min(V, 64)
-    narrow_CV[:, :first] = wide_CV[:, :first].to(dtype)
-    start = first
-    while start < V:
-        stop = min(2 * start, V)
-        narrow_CV[:, start:stop].copy_(wide_CV[:, start:stop])
-        start = stop
+    narrow_CV, start, stop = narrow_view(wide_CV, dtype), 0, 64
+    while start < wide_CV.shape[1]:
+        block = wide_CV[:, start:stop]
+        narrow_CV[:, start:stop] = block if start else block.to(dtype)
+        start, stop = stop, 2 * stop
     return narrow_CV
 
 

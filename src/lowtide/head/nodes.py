@@ -42,7 +42,7 @@ from lowtide.head.rows import sent, slices
 
 Values = dict[str, Tensor]
 Shape = tuple[tuple[int, ...], torch.dtype]
-Shares = deque[Callable[[], float]]
+Shares = deque[Callable[[], float]]  # what waits for the share of a call's tokens that are ignored
 _IGNORED = Head._fields.index("ignored_tokens")
 _HEAD = Head._fields.index("ranks")  # what operators take of it: what stands before
 assert Head._fields[:3] == ("input", "weight_VD", "bias_V")  # whose gradients `node` takes for the first
@@ -159,7 +159,9 @@ class Function:
         """Begin to count a call's tokens, and wait for what the next call reads: a graph may capture that one."""
         head, args, _ = self._split(fields)
         given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
-        shares.append(share_of(kept_tokens(args, given[: len(self.upstream)], head.tokens)))
+        kept_N = kept_tokens(args, given[: len(self.upstream)], head.tokens)
+        kept, N = sent(kept_N.sum()), max(1, kept_N.numel())
+        shares.append(cache(lambda: 1 - kept() / N))
         return _pays(shares)
 
     def _split(self, fields: Sequence[Any], objects: Any = None) -> tuple[Head, Any, Wanted]:
@@ -238,31 +240,30 @@ def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ())
     return 2 * (1 + sum(wanted[:2])) * math.prod(input.shape[:-1]) * linear_weight.numel()
 
 
+def gradient_forms(head: Head, *, stored: bool) -> list[Shape]:
+    """Return the gradients' shapes, those of what they belong to, and dtypes; the bias's is wide."""
+    x, w = head.input, head.weight_VD
+    of_input, of_weight = (stored_dtype(t.dtype) if stored else t.dtype for t in (x, w))
+    return [(x.shape, of_input), (w.shape, of_weight), (w.shape[:1], head.wide)]
+
+
+def named_gradients(head: Head, into: Gradients, *, stored: bool = False) -> Values:
+    """Return gradients in the shapes and dtypes of `gradient_forms`."""
+    found, grads = Values(), (into.input_ND, into.weight_VD, into.bias_V)
+    for name, x, (shape, dtype) in zip(_GRADIENTS, grads, gradient_forms(head, stored=stored), strict=True):
+        if x is not None:  # no view without need: to a gradient that shares its memory autograd does not add in place
+            found[name] = (x if x.shape == shape else x.view(shape)).to(dtype)
+    return found
+
+
 def _filled(
     head: Head, shapes: dict[str, Shape], found: Values, wanted: Wanted, *, stored: bool = False
 ) -> tuple[Tensor, ...]:
     """Return values of these shapes and dtypes, and the gradients: without numbers where one was not found."""
-    shapes = shapes | gradient_shapes(head, wanted, stored=stored)
+    forms = zip(_GRADIENTS, wanted, gradient_forms(head, stored=stored), strict=True)
+    shapes = shapes | {name: (shape if flag else (0,), dtype) for name, flag, (shape, dtype) in forms}
     new = head.input.new_empty
     return tuple([found[name] if name in found else new(size, dtype=dtype) for name, (size, dtype) in shapes.items()])
-
-
-def gradient_shapes(head: Head, wanted: Wanted, *, stored: bool) -> dict[str, Shape]:
-    """Return the gradients' shapes, those of what they belong to, or (0,), and dtypes; the bias's is wide."""
-    x, w = head.input, head.weight_VD
-    of_input, of_weight = (stored_dtype(t.dtype) if stored else t.dtype for t in (x, w))
-    forms = (x.shape, of_input), (w.shape, of_weight), (w.shape[:1], head.wide)
-    pairs = zip(_GRADIENTS, forms, wanted, strict=True)
-    return {name: (shape if flag else (0,), dtype) for name, (shape, dtype), flag in pairs}
-
-
-def named_gradients(head: Head, into: Gradients, *, stored: bool = False) -> Values:
-    """Return gradients in the shapes and dtypes of `gradient_shapes`."""
-    shapes = gradient_shapes(head, Wanted(True, True, True), stored=stored).items()
-    grads = into.input_ND, into.weight_VD, into.bias_V
-    found = {name: (x, *form) for (name, form), x in zip(shapes, grads, strict=True) if x is not None}
-    # no view without need: one shares its memory, and autograd adds to another gradient's only where nothing does
-    return {name: (x if x.shape == shape else x.view(shape)).to(dtype) for name, (x, shape, dtype) in found.items()}
 
 
 def scaled(grad: Tensor, factor: Tensor, in_place: bool) -> Tensor:
@@ -293,12 +294,6 @@ def scaled(grad: Tensor, factor: Tensor, in_place: bool) -> Tensor:
             zero = block == 0
             block.mul_(factor.view(N, 1)[part]).masked_fill_(zero, 0)
     return out.masked_fill_(factors == 0, 0) if by_row else out
-
-
-def share_of(kept_N: Tensor) -> Callable[[], float]:
-    """Begin to count the tokens that are left out; return what waits for their share, once."""
-    kept, N = sent(kept_N.sum()), max(1, kept_N.numel())
-    return cache(lambda: 1 - kept() / N)
 
 
 def _pays(shares: Shares) -> bool:
