@@ -31,11 +31,11 @@ from torch import Tensor
 from lowtide.head.kernels.gemm import ALL, Used
 from lowtide.head.kernels.hopper import (
     COLUMNS,
-    CONSUMER_REGISTERS,
+    DEPTH,
     LEAVE,
     PIECE,
-    PRODUCER_REGISTERS,
     ROWS,
+    STAGES,
     barrier,
     barriers,
     counted,
@@ -47,7 +47,9 @@ from lowtide.head.kernels.hopper import (
     load_tile,
     mbarrier,
     multiply,
+    new_stages,
     pieces_of,
+    run_parts,
     store_tile,
     tma,
 )
@@ -81,16 +83,23 @@ class Room(NamedTuple):
     tiles: int
 
 
+@gluon.jit
+def _within():  # type: ignore[no-untyped-def]
+    """Return where a piece's values lie in a tile, in the layout of what `pieces_of` returns."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    return row[:, None] * COLUMNS + gl.arange(0, PIECE, gl.SliceLayout(0, layout))[None, :]
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def store_part(z, HALF: gl.constexpr, parts, number, arrived):  # type: ignore[no-untyped-def]
     """Store a consumer's rows of the ``number``-th part, and arrive."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
-    within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * COLUMNS
-    within += gl.arange(0, PIECE, gl.SliceLayout(0, layout))[None, :]
+    within = _within()
     stored = parts + HALF * (ROWS * COLUMNS) + number.to(gl.int64) * (2 * ROWS * COLUMNS)
     pieces = pieces_of(z)
     for i in gl.static_range(4):
-        gl.store(stored + (within + i * PIECE), gl.convert_layout(pieces[i], layout, assert_trivial=True))
+        piece = gl.convert_layout(pieces[i], within.type.layout, assert_trivial=True)
+        gl.store(stored + (within + i * PIECE), piece)
     barrier()  # one thread arrives for all
     gl.atomic_add(arrived + HALF, 1, sem="release")
 
@@ -111,18 +120,17 @@ def finish_input(z, HALF: gl.constexpr, row, column, rows, V, D, ends, meeting):
 
     ``meeting`` is (parts, the first one's number, the step to the next, how many).
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    within = _within()
+    layout: gl.constexpr = within.type.layout
     parts, first, stride, others = meeting
-    within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * COLUMNS
-    within += gl.arange(0, PIECE, gl.SliceLayout(0, layout))[None, :]
     stored = parts + HALF * (ROWS * COLUMNS)
     pieces = pieces_of(z)
     at_row = row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     counts = at_row < rows
+    to = at_row
     if ends.to is not None:
-        to = gl.load(ends.to + at_row, mask=counts, other=0).to(gl.int64) * ends.out_stride
-    else:
-        to = at_row.to(gl.int64) * ends.out_stride
+        to = gl.load(ends.to + at_row, mask=counts, other=0)
+    to = to.to(gl.int64) * ends.out_stride
     if ends.s is not None:
         s = gl.load(ends.s + at_row, mask=counts, other=0.0)
         y = gl.load(ends.y + at_row, mask=counts, other=-1)
@@ -149,28 +157,6 @@ def finish_input(z, HALF: gl.constexpr, row, column, rows, V, D, ends, meeting):
         gl.store(out, piece.to(ends.out.dtype.element_ty), mask=counts[:, None] & inside)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def input_stages(e_d, w_d, STAGES: gl.constexpr, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Set up the stages of E W and their barriers."""
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
-    full, empty = barriers(STAGES, 2)
-    fence_async_shared()
-    return a_s, b_s, full, empty
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def weight_stages(e_d, x_d, out_d, STAGES: gl.constexpr, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Set up the stages of E^T S, the buffers of what is added to and stored, and all barriers."""
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
-    out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
-    full, empty = barriers(STAGES, 2)
-    old_full, old_empty = barriers(2, 1)
-    fence_async_shared()
-    return (a_s, b_s, full, empty), (out_s, old_full, old_empty)
-
-
 @gluon.jit
 def _parts_of(rows, D, room):  # type: ignore[no-untyped-def]
     """Return (tiles computed whole, tiles split, parts of each) of E W."""
@@ -181,8 +167,8 @@ def _parts_of(rows, D, room):  # type: ignore[no-untyped-def]
     return tiles - rest, rest, gl.maximum(gl.minimum(parts, MOST_PARTS), 1)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _unit_at(unit, rows, V, whole, rest, parts, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _unit_at(unit, rows, V, whole, rest, parts):  # type: ignore[no-untyped-def]
     """Return a unit's (row, column, first step, number of steps): rows go first, and a tile's parts are far apart."""
     tile = unit
     steps = gl.cdiv(V, DEPTH)
@@ -196,33 +182,26 @@ def _unit_at(unit, rows, V, whole, rest, parts, DEPTH: gl.constexpr):  # type: i
     return (tile % row_tiles) * (2 * ROWS), (tile // row_tiles) * COLUMNS, begin, steps
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _produce_input(  # type: ignore[no-untyped-def]
-    e_d, w_d, stages, room, rows, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr
-):
+@gluon.jit
+def _produce_input(e_d, w_d, stages, _ends, room, rows, V, D):  # type: ignore[no-untyped-def]
     """Load E's and W's stages."""
     whole, rest, parts = _parts_of(rows, D, room)
     step = gl.to_tensor(0)
     for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
-        row, column, begin, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
+        row, column, begin, steps = _unit_at(unit, rows, V, whole, rest, parts)
         for k in range(begin, begin + steps):
-            above, below = [row, k * DEPTH], [row + ROWS, k * DEPTH]
-            load_stage(stages, step, e_d, above, below, w_d, [k * DEPTH, column], STAGES, DEPTH)
+            load_stage(stages, step, e_d, row, w_d, column, k * DEPTH, None)
             step += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _consume_input(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, stages, ends, room, rows, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr, DEEP: gl.constexpr
-):  # fmt: skip
+def _consume_input(HALF: gl.constexpr, _e_d, _w_d, stages, ends, room, rows, V, D):  # type: ignore[no-untyped-def]
     """Multiply, and finish, the HALF-th ROWS rows of each tile of E W."""
-    whole_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     whole, rest, parts = _parts_of(rows, D, room)
     step = gl.to_tensor(0)
     for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
-        row, column, _, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
-        z = gl.zeros([ROWS, COLUMNS], gl.float32, whole_layout)
-        z, step = multiply(z, step, steps, stages, None, HALF, None, STAGES, DEEP)
+        row, column, _, steps = _unit_at(unit, rows, V, whole, rest, parts)
+        z, step = multiply(step, steps, stages, None, HALF, None, False)
         number = unit - whole  # among the parts
         arrived = room.arrived + 2 * (number % rest)
         if number >= 0 and number < rest * (parts - 1):
@@ -236,22 +215,19 @@ def _consume_input(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
-def _input_grad(  # type: ignore[no-untyped-def]
-    e_d, w_d, ends, room, count, first, C, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr, DEEP: gl.constexpr
-):  # fmt: skip
-    """Set up the stages and the barriers, and send the warps to their parts."""
-    stages = input_stages(e_d, w_d, STAGES, DEPTH)
-    rows = counted(count, first, C)
-    gl.warp_specialize(
-        [
-            (_consume_input, (0, stages, ends, room, rows, V, D, STAGES, DEPTH, DEEP)),
-            (_consume_input, (1, stages, ends, room, rows, V, D, STAGES, DEPTH, DEEP)),
-            (_produce_input, (e_d, w_d, stages, room, rows, V, D, STAGES, DEPTH)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+@gluon.jit(do_not_specialize=["first", "C", "V", "D"])
+def _input_grad(e_d, w_d, ends, room, count, first, C, V, D):  # type: ignore[no-untyped-def]
+    stages = new_stages(e_d, w_d, STAGES)
+    run_parts(_produce_input, _consume_input, (e_d, w_d, stages, ends, room, counted(count, first, C), V, D))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def weight_stages(e_d, x_d, out_d, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Set up the stages of E^T S, and the buffers of what is added to and stored with their barriers."""
+    stages = new_stages(e_d, x_d, STAGES)
+    out_s = gl.allocate_shared_memory(out_d.dtype, [2] + out_d.block_type.shape, out_d.layout)  # noqa: RUF005
+    full, empty = barriers(2, 1)
+    return stages, (out_s, full, empty)
 
 
 @gluon.jit
@@ -266,20 +242,17 @@ def load_old(out_d, old, row, column, done):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def weight_tile(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, tile, across, step, steps, done, out_d, stages, old, ADD: gl.constexpr, STAGES: gl.constexpr,
-    DEEP: gl.constexpr
-):  # fmt: skip
+    HALF: gl.constexpr, tile, across, step, steps, done, out_d, stages, old, ADD: gl.constexpr
+):
     """Multiply, and finish, the HALF-th ROWS rows of a tile of dW; return the next step."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    DEEP: gl.constexpr = out_d.dtype == gl.bfloat16
     out_s, old_full, old_empty = old
     buffer = out_s.index(HALF)
-    z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    z, step = multiply(step, steps, stages, old_empty if ADD else None, HALF, "a", DEEP)
     if ADD:
-        z, step = multiply(z, step, steps, stages, old_empty, HALF, "a", STAGES, DEEP)
         mbarrier.wait(old_full.index(HALF), done & 1)
-        z += buffer.load(layout).to(gl.float32)
+        z += buffer.load(z.type.layout).to(gl.float32)
     else:
-        z, step = multiply(z, step, steps, stages, None, HALF, "a", STAGES, DEEP)
         tma.store_wait(0)
     barrier()
     buffer.store(z.to(out_d.dtype))
@@ -299,10 +272,10 @@ def _weight_tiles(rows, V, D, ADD: gl.constexpr):  # type: ignore[no-untyped-def
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _produce_weight(  # type: ignore[no-untyped-def]
-    e_d, x_d, out_d, stages, old, rows, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr
-):  # fmt: skip
+def _produce_weight(e_d, x_d, out_d, stages, old, rows, V, D, ADD: gl.constexpr):  # type: ignore[no-untyped-def]
     """Load E's and S's stages, and the tiles that are added to."""
+    DEPTH: gl.constexpr = x_d.block_type.shape[0]
+    STAGES: gl.constexpr = stages[1].shape[0]
     across = gl.cdiv(D, COLUMNS)
     steps = gl.cdiv(rows, DEPTH)
     step = gl.to_tensor(0)
@@ -311,8 +284,7 @@ def _produce_weight(  # type: ignore[no-untyped-def]
         row = (tile // across) * (2 * ROWS)
         column = (tile % across) * COLUMNS
         for k in range(steps):
-            above, below = [k * DEPTH, row], [k * DEPTH, row + ROWS]
-            load_stage(stages, step, e_d, above, below, x_d, [k * DEPTH, column], STAGES, DEPTH)
+            load_stage(stages, step, e_d, row, x_d, column, k * DEPTH, "a")
             step += 1
             if ADD:  # noqa: SIM102 - known when compiled
                 # this stage was left last at the step in which the consumers freed the buffer, or later
@@ -323,16 +295,15 @@ def _produce_weight(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume_weight(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, out_d, stages, old, rows, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
-    DEEP: gl.constexpr
-):  # fmt: skip
+    HALF: gl.constexpr, _e_d, x_d, out_d, stages, old, rows, V, D, ADD: gl.constexpr
+):
     """Compute the HALF-th ROWS rows of each tile of E^T S."""
     across = gl.cdiv(D, COLUMNS)
-    steps = gl.cdiv(rows, DEPTH)
+    steps = gl.cdiv(rows, x_d.block_type.shape[0])
     step = gl.to_tensor(0)
     done = gl.to_tensor(0)
     for tile in range(gl.program_id(0), _weight_tiles(rows, V, D, ADD), gl.num_programs(0)):
-        step = weight_tile(HALF, tile, across, step, steps, done, out_d, stages, old, ADD, STAGES, DEEP)
+        step = weight_tile(HALF, tile, across, step, steps, done, out_d, stages, old, ADD)
         done += 1
     tma.store_wait(0)  # shared memory goes when the program ends
 
@@ -340,46 +311,34 @@ def _consume_weight(  # type: ignore[no-untyped-def]
 @Launcher
 @gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
 def _weight_grad(  # type: ignore[no-untyped-def]
-    e_d, x_d, out_d, count, first, C, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
-    DEEP: gl.constexpr
-):  # fmt: skip
-    """Set up the stages and the barriers, and send the warps to their parts."""
-    stages, old = weight_stages(e_d, x_d, out_d, STAGES, DEPTH)
-    rows = counted(count, first, C)
-    gl.warp_specialize(
-        [
-            (_consume_weight, (0, out_d, stages, old, rows, V, D, ADD, STAGES, DEPTH, DEEP)),
-            (_consume_weight, (1, out_d, stages, old, rows, V, D, ADD, STAGES, DEPTH, DEEP)),
-            (_produce_weight, (e_d, x_d, out_d, stages, old, rows, V, D, ADD, STAGES, DEPTH)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    e_d, x_d, out_d, count, first, C, V, D, ADD: gl.constexpr, STAGES: gl.constexpr
+):
+    stages, old = weight_stages(e_d, x_d, out_d, STAGES)
+    run_parts(_produce_weight, _consume_weight, (e_d, x_d, out_d, stages, old, counted(count, first, C), V, D, ADD))
 
 
 def input_grad(e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, used: Used = ALL) -> None:
     """Write ``finish(E W)`` of the rows that are `Used` into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
-    (C, V), D, depth = e_CV.shape, w_VD.shape[1], 64
     _input_grad[(multiprocessors(e_CV.device),)](
-        hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value), ends, room, *used,
-        C, V, D, STAGES=4, DEPTH=depth, DEEP=False, num_warps=4,
+        hopper_descriptor(e_CV, ROWS, DEPTH), hopper_descriptor(w_VD, DEPTH, COLUMNS), ends, room, *used,
+        *e_CV.shape, w_VD.shape[1], num_warps=4,
     )  # fmt: skip
 
 
 def weight_grad(e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL, *, add: bool) -> None:
     """Write ``E^T S`` over the rows that are `Used` into ``out_VD`` (bfloat16 or float32), or add it."""
-    (C, V), D, narrow = e_CV.shape, scaled_CD.shape[1], out_VD.dtype == torch.bfloat16
-    depth, stages = (64, 3) if narrow else (32, 4)
+    depth, stages = (64, 3) if out_VD.dtype == torch.bfloat16 else (32, 4)
     _weight_grad[(multiprocessors(e_CV.device),)](
-        hopper_descriptor(e_CV, depth, ROWS.value), hopper_descriptor(scaled_CD, depth, COLUMNS.value),
-        hopper_descriptor(out_VD, ROWS.value, COLUMNS.value), *used, C, V, D,
-        ADD=add, STAGES=stages, DEPTH=depth, DEEP=narrow, num_warps=4,
+        hopper_descriptor(e_CV, depth, ROWS), hopper_descriptor(scaled_CD, depth, COLUMNS),
+        hopper_descriptor(out_VD, ROWS, COLUMNS), *used, *e_CV.shape, scaled_CD.shape[1],
+        ADD=add, STAGES=stages, num_warps=4,
     )  # fmt: skip
 
 
 def room_for(device: torch.device, elements: int | None = None) -> Room:
     """Return memory in which parts of tiles meet: of as many as there can be, or as have so many elements."""
     programs = multiprocessors(device)
-    tiles = programs if elements is None else min(programs, elements // (2 * ROWS.value * COLUMNS.value))
-    parts = torch.empty(max(1, tiles) * 2 * ROWS.value * COLUMNS.value, dtype=torch.float32, device=device)
+    tile = 2 * ROWS.value * COLUMNS.value
+    tiles = programs if elements is None else min(programs, elements // tile)
+    parts = torch.empty(max(1, tiles) * tile, dtype=torch.float32, device=device)
     return Room(parts, torch.zeros(2 * programs, dtype=torch.int32, device=device), tiles)

@@ -74,32 +74,33 @@ GROUP = gl.constexpr(16)  # row tiles that share a part of W in cache
 STAGES = gl.constexpr(4)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def stage_and_phase(step, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def stage_and_phase(step, b_s):  # type: ignore[no-untyped-def]
     """Return where a step's operands lie, and the parity of how often others lay there before."""
-    return step % STAGES, (step // STAGES) & 1
+    return step % b_s.shape[0], (step // b_s.shape[0]) & 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def multiply(  # type: ignore[no-untyped-def]
-    z, step, steps, stages, old_empty, HALF: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
-    DEEP: gl.constexpr
-):  # fmt: skip
-    """Add the next ``steps`` steps' products to z; return it and the next step. DEEP: a product runs on meanwhile.
+    step, steps, stages, old_empty, HALF: gl.constexpr, TRANSPOSED: gl.constexpr, DEEP: gl.constexpr
+):
+    """Return the sum of the next ``steps`` steps' products, and the next step. DEEP: a product runs on meanwhile.
 
     TRANSPOSED: "a" or "b", the operand that is stored the other way round; None: neither.
     """
     a_s, b_s, full, empty = stages
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for k in range(steps):
-        stage, phase = stage_and_phase(step, STAGES)
+        stage, phase = stage_and_phase(step, b_s)
         mbarrier.wait(full.index(stage), phase)
         a = a_s.index(2 * stage + HALF)
+        b = b_s.index(stage)
         if TRANSPOSED == "a":
-            z = warpgroup_mma(a.permute((1, 0)), b_s.index(stage), z, use_acc=k > 0, is_async=True)
+            a = a.permute((1, 0))
         elif TRANSPOSED == "b":
-            z = warpgroup_mma(a, b_s.index(stage).permute((1, 0)), z, use_acc=k > 0, is_async=True)
-        else:
-            z = warpgroup_mma(a, b_s.index(stage), z, use_acc=k > 0, is_async=True)
+            b = b.permute((1, 0))
+        z = warpgroup_mma(a, b, z, use_acc=k > 0, is_async=True)
         if old_empty is not None:  # noqa: SIM102 - known when compiled
             if k == gl.minimum(LEAVE, steps - 1):
                 tma.store_wait(0)
@@ -109,7 +110,7 @@ def multiply(  # type: ignore[no-untyped-def]
             z = warpgroup_mma_wait(1, deps=(z,))
             if k > 0:
                 barrier()
-                mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+                mbarrier.arrive(empty.index((step - 1) % b_s.shape[0]), count=1)
         else:
             z = warpgroup_mma_wait(0, deps=(z,))
             barrier()  # a warp's wait is for its own rows, and one thread arrives for all four
@@ -119,18 +120,26 @@ def multiply(  # type: ignore[no-untyped-def]
         z = warpgroup_mma_wait(0, deps=(z,))
         if steps > 0:
             barrier()
-            mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+            mbarrier.arrive(empty.index((step - 1) % b_s.shape[0]), count=1)
     return z, step
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def load_stage(stages, step, a_d, above, below, b_d, b_at, STAGES: gl.constexpr, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a step's operands when both consumers have left its stage: a's blocks ``above`` and ``below``, and b's."""
+def load_stage(stages, step, a_d, row, b_d, column, at, TRANSPOSED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a step's operands when both consumers have left its stage: a's two blocks from ``row`` on, and b's.
+
+    ``at`` is where the step's sum begins, TRANSPOSED as in `multiply`.
+    """
     a_s, b_s, full, empty = stages
-    stage, phase = stage_and_phase(step, STAGES)
+    stage, phase = stage_and_phase(step, b_s)
+    above, below, b_at = [row, at], [row + ROWS, at], [at, column]
+    if TRANSPOSED == "a":
+        above, below = [at, row], [at, row + ROWS]
+    elif TRANSPOSED == "b":
+        b_at = [column, at]
     mbarrier.wait(empty.index(stage), phase ^ 1)
     loaded = full.index(stage)
-    mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+    mbarrier.expect(loaded, 2 * a_d.block_type.nbytes + b_d.block_type.nbytes)
     load_tile(a_d, above, loaded, a_s.index(2 * stage))
     load_tile(a_d, below, loaded, a_s.index(2 * stage + 1))
     load_tile(b_d, b_at, loaded, b_s.index(stage))
@@ -145,6 +154,34 @@ def barriers(COUNT: gl.constexpr, EMPTY: gl.constexpr):  # type: ignore[no-untyp
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=EMPTY)
     return full, empty
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def new_stages(a_d, b_d, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Set up stages, each of two blocks of a and one of b, and their barriers."""
+    a_s = gl.allocate_shared_memory(a_d.dtype, [2 * STAGES] + a_d.block_type.shape, a_d.layout)  # noqa: RUF005
+    b_s = gl.allocate_shared_memory(b_d.dtype, [STAGES] + b_d.block_type.shape, b_d.layout)  # noqa: RUF005
+    full, empty = barriers(STAGES, 2)
+    return a_s, b_s, full, empty
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _part(role: gl.constexpr, HALF: gl.constexpr, work):  # type: ignore[no-untyped-def]
+    if HALF is None:
+        role(*work)
+    else:
+        role(HALF, *work)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def run_parts(produce: gl.constexpr, consume: gl.constexpr, work):  # type: ignore[no-untyped-def]
+    """Send the warps to their parts: a producer, and a consumer for each half of the rows."""
+    fence_async_shared()  # loads report to the barriers; the warps meet once more before their parts begin
+    gl.warp_specialize(
+        [(_part, (consume, 0, work)), (_part, (consume, 1, work)), (_part, (produce, None, work))],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit
@@ -165,14 +202,15 @@ def counted(count, first, C):  # type: ignore[no-untyped-def]
     return rows
 
 
-def hopper_descriptor(x: Tensor, rows: int, columns: int) -> Any:
+def hopper_descriptor(x: Tensor, *block: Any) -> Any:
     """Return the TMA descriptor of ``x``, to copy blocks of it into shared memory as the tensor cores read it."""
-    return descriptor(x, rows, columns, TensorDescriptor, _shared_layout((rows, columns), x.dtype))
+    rows, columns = map(int, block)
+    return descriptor(x, rows, columns, TensorDescriptor, _shared_layout(rows, columns, x.dtype))
 
 
 @cache
-def _shared_layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float32)
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float32)
 
 
 @gluon.jit
@@ -200,8 +238,10 @@ def _tile_at(tile, listed, C, V):  # type: ignore[no-untyped-def]
     return row_tile, p
 
 
-@gluon.jit
-def _produce(x_d, w_d, stages, listed, C, V, D):  # type: ignore[no-untyped-def]
+@gluon.jit  # type: ignore[untyped-decorator]
+def _produce(  # type: ignore[no-untyped-def]
+    x_d, w_d, _e_d, _e_s, stages, _rows, listed, C, V, D, _bound: gl.constexpr, _store: gl.constexpr
+):
     """Load the stages. What is outside of x and w is read as zeros, and counts as bytes that arrived."""
     tiles = _number_of_tiles(listed, C, V)
     step = gl.to_tensor(0)
@@ -209,17 +249,16 @@ def _produce(x_d, w_d, stages, listed, C, V, D):  # type: ignore[no-untyped-def]
         row_tile, p = _tile_at(tile, listed, C, V)
         row = row_tile * (2 * ROWS)
         for k in range(gl.cdiv(D, DEPTH)):
-            above, below = [row, k * DEPTH], [row + ROWS, k * DEPTH]
-            load_stage(stages, step, x_d, above, below, w_d, [p * COLUMNS, k * DEPTH], STAGES, DEPTH)
+            load_stage(stages, step, x_d, row, w_d, p * COLUMNS, k * DEPTH, "b")
             step += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, e_d, e_s, stages, rows_of, listed, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
-):
+    HALF: gl.constexpr, _x_d, _w_d, e_d, e_s, stages, rows_of, listed, C, V, D, BOUND: gl.constexpr,
+    STORE: gl.constexpr,
+):  # fmt: skip
     """Multiply, and finish, the HALF-th ROWS rows of each tile."""
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
     tiles = _number_of_tiles(listed, C, V)
     buffer = e_s.index(HALF)
@@ -233,8 +272,7 @@ def _consume(  # type: ignore[no-untyped-def]
         y = gl.load(rows_of.y + rows, mask=rows < C, other=-1)
         reference = gl.load(rows_of.reference + rows, mask=rows < C, other=0.0)
 
-        z = gl.zeros([ROWS, COLUMNS], gl.float32, whole)
-        z, step = multiply(z, step, gl.cdiv(D, DEPTH), stages, None, HALF, "b", STAGES, False)
+        z, step = multiply(step, gl.cdiv(D, DEPTH), stages, None, HALF, "b", False)
 
         kept = y >= 0
         reference = gl.where(kept, reference * LOG2E, float("inf"))
@@ -288,24 +326,12 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
     x_d, w_d, e_d, rows, listed, count, first, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
-    w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, DEPTH], w_d.layout)
+    stages = new_stages(x_d, w_d, STAGES)
     e_s = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, STORED], e_d.layout)
-    full, empty = barriers(STAGES, 2)
-    fence_async_shared()  # the loads report to these barriers; the warps meet once more before their parts begin
-    stages = (x_s, w_s, full, empty)
     used = counted(count, first, C)
     if count is not None:  # in whole tiles, as `gemm.rows_in_tiles`
         used = gl.minimum(gl.cdiv(used, 2 * ROWS) * (2 * ROWS), C)
-    gl.warp_specialize(
-        [
-            (_consume, (0, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE)),
-            (_consume, (1, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE)),
-            (_produce, (x_d, w_d, stages, listed, used, V, D)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    run_parts(_produce, _consume, (x_d, w_d, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE))
 
 
 @cache
@@ -327,9 +353,9 @@ def exp_logits_hopper(
     If it `runs_on` the device. Tiles that are not ``listed`` are left as they are.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
-    x_d = hopper_descriptor(x_CD, ROWS.value, DEPTH.value)
+    x_d = hopper_descriptor(x_CD, ROWS, DEPTH)
     _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
-        x_d, hopper_descriptor(w_VD, COLUMNS.value, DEPTH.value),
-        x_d if e_CV is None else hopper_descriptor(e_CV, ROWS.value, STORED.value), rows, listed, *used, C, V, D,
+        x_d, hopper_descriptor(w_VD, COLUMNS, DEPTH),
+        x_d if e_CV is None else hopper_descriptor(e_CV, ROWS, STORED), rows, listed, *used, C, V, D,
         BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip

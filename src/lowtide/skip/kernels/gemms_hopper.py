@@ -26,7 +26,6 @@ from lowtide.head.kernels.gradient_gemms_hopper import (
     Room,
     await_parts,
     finish_input,
-    input_stages,
     load_old,
     store_part,
     weight_stages,
@@ -34,21 +33,22 @@ from lowtide.head.kernels.gradient_gemms_hopper import (
 )
 from lowtide.head.kernels.hopper import (
     COLUMNS,
-    CONSUMER_REGISTERS,
+    DEPTH,
     LEAVE,
-    PRODUCER_REGISTERS,
     ROWS,
+    STAGES,
     counted,
     gl,
     gluon,
     hopper_descriptor,
     load_stage,
     multiply,
+    new_stages,
+    run_parts,
     tma,
 )
 from lowtide.kernel_launch import Launcher, multiprocessors
 
-DEPTH = gl.constexpr(64)
 PER_COLUMN_TILE = gl.constexpr(4)  # stages of a step of the sum over the vocabulary
 PER_ROW_TILE = gl.constexpr(2)  # stages of a step of the sum over tokens
 
@@ -84,8 +84,8 @@ def _unit(tile, begin, end, means, lists, across):  # type: ignore[no-untyped-de
     return row_tile, tile % across, start, length, gl.maximum(begin - start, 0), gl.minimum(end - start, length)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _produce_input(operands, stages, lists, C, P, D, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _produce_input(operands, stages, _ends, lists, _room, _rows, C, P, _V, D):  # type: ignore[no-untyped-def]
     """Load the stages: a tile's first steps are those of what stands for the tiles that are not kept."""
     e_d, w_d, mass_d, mean_d = operands
     number, last, begin, end, _, means = _share(lists, C, P)
@@ -96,8 +96,7 @@ def _produce_input(operands, stages, lists, C, P, D, STAGES: gl.constexpr):  # t
         column = d_tile * COLUMNS
         kept = lists.across + row_tile * P
         for k in range(first * PER_COLUMN_TILE, gl.minimum(stop, means) * PER_COLUMN_TILE):
-            p = k * DEPTH
-            load_stage(stages, step, mass_d, [row, p], [row + ROWS, p], mean_d, [p, column], STAGES, DEPTH)
+            load_stage(stages, step, mass_d, row, mean_d, column, k * DEPTH, None)
             step += 1
         first = gl.maximum(first - means, 0)
         ahead = gl.load(kept + first)  # read one tile ahead of its use
@@ -105,24 +104,21 @@ def _produce_input(operands, stages, lists, C, P, D, STAGES: gl.constexpr):  # t
             v = ahead * COLUMNS
             ahead = gl.load(kept + gl.minimum(at + 1, P - 1))
             for k in range(PER_COLUMN_TILE):
-                above, below = [row, v + k * DEPTH], [row + ROWS, v + k * DEPTH]
-                load_stage(stages, step, e_d, above, below, w_d, [v + k * DEPTH, column], STAGES, DEPTH)
+                load_stage(stages, step, e_d, row, w_d, column, v + k * DEPTH, None)
                 step += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume_input(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, stages, ends, lists, room, rows, C, P, V, D, STAGES: gl.constexpr, DEEP: gl.constexpr
-):  # fmt: skip
+    HALF: gl.constexpr, _operands, stages, ends, lists, room, rows, C, P, V, D
+):
     """Multiply, and finish, the HALF-th ROWS rows of each tile, the last one first, which another program waits for."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     number, last, begin, end, share, means = _share(lists, C, P)
     program = gl.program_id(0)
     step = gl.to_tensor(0)
     for i in range(number):
         row_tile, d_tile, start, length, first, stop = _unit(last - i, begin, end, means, lists, gl.cdiv(D, COLUMNS))
-        z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        z, step = multiply(z, step, (stop - first) * PER_COLUMN_TILE, stages, None, HALF, None, STAGES, DEEP)
+        z, step = multiply(step, (stop - first) * PER_COLUMN_TILE, stages, None, HALF, None, True)
         if stop < length:
             store_part(z, HALF, room.parts, program, room.arrived + 2 * ((start + length - 1) // share))
         else:
@@ -133,30 +129,21 @@ def _consume_input(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@gluon.jit(do_not_specialize=["first", "C", "P", "V", "D"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["first", "C", "P", "V", "D"])
 def _input_grad(  # type: ignore[no-untyped-def]
-    e_d, w_d, mass_d, mean_d, ends, lists, room, count, first, C, P, V, D, STAGES: gl.constexpr, DEEP: gl.constexpr
-):  # fmt: skip
-    """Set up the stages and the barriers, and send the warps to their parts."""
-    stages = input_stages(e_d, w_d, STAGES, DEPTH)
-    operands = (e_d, w_d, mass_d, mean_d)
+    e_d, w_d, mass_d, mean_d, ends, lists, room, count, first, C, P, V, D
+):
+    operands, stages = (e_d, w_d, mass_d, mean_d), new_stages(e_d, w_d, STAGES)
     rows = counted(count, first, C)
-    gl.warp_specialize(
-        [
-            (_consume_input, (0, stages, ends, lists, room, rows, C, P, V, D, STAGES, DEEP)),
-            (_consume_input, (1, stages, ends, lists, room, rows, C, P, V, D, STAGES, DEEP)),
-            (_produce_input, (operands, stages, lists, C, P, D, STAGES)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    run_parts(_produce_input, _consume_input, (operands, stages, ends, lists, room, rows, C, P, V, D))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _produce_weight(  # type: ignore[no-untyped-def]
-    e_d, x_d, out_d, stages, old, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr
+    e_d, x_d, out_d, stages, old, lists, R, P, D, ADD: gl.constexpr
 ):
     """Load E's and S's stages, and the tiles that are added to."""
+    STAGES: gl.constexpr = stages[1].shape[0]
     across = gl.cdiv(D, COLUMNS)
     step = gl.to_tensor(0)
     done = gl.to_tensor(0)
@@ -169,8 +156,7 @@ def _produce_weight(  # type: ignore[no-untyped-def]
             c = ahead * (2 * ROWS)
             ahead = gl.load(kept + gl.minimum(at + 1, R - 1))
             for k in range(PER_ROW_TILE):
-                above, below = [c + k * DEPTH, row], [c + k * DEPTH, row + ROWS]
-                load_stage(stages, step, e_d, above, below, x_d, [c + k * DEPTH, column], STAGES, DEPTH)
+                load_stage(stages, step, e_d, row, x_d, column, c + k * DEPTH, "a")
                 step += 1
                 if ADD:  # noqa: SIM102 - known when compiled
                     # this stage was left last at the step in which the consumers freed the buffer, or later
@@ -182,39 +168,27 @@ def _produce_weight(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume_weight(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, out_d, stages, old, lists, P, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEEP: gl.constexpr
-):  # fmt: skip
+    HALF: gl.constexpr, _e_d, _x_d, out_d, stages, old, lists, _R, P, D, ADD: gl.constexpr
+):
     """Compute the HALF-th ROWS rows of each tile of dW: where nothing is kept, only if nothing is added to."""
     across = gl.cdiv(D, COLUMNS)
     step = gl.to_tensor(0)
     done = gl.to_tensor(0)
     for unit in range(gl.program_id(0), P * 2 * across, gl.num_programs(0)):
         steps = gl.load(lists.down_count + unit // (2 * across)) * PER_ROW_TILE
-        if ADD:
-            if steps > 0:
-                step = weight_tile(HALF, unit, across, step, steps, done, out_d, stages, old, ADD, STAGES, DEEP)
-                done += 1
-        else:
-            step = weight_tile(HALF, unit, across, step, steps, done, out_d, stages, old, ADD, STAGES, DEEP)
+        if (steps > 0) | (not ADD):
+            step = weight_tile(HALF, unit, across, step, steps, done, out_d, stages, old, ADD)
+            done += 1
     tma.store_wait(0)  # shared memory goes when the program ends
 
 
 @Launcher
 @gluon.jit(do_not_specialize=["R", "P", "D"])  # type: ignore[untyped-decorator]
 def _weight_grad(  # type: ignore[no-untyped-def]
-    e_d, x_d, out_d, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEEP: gl.constexpr
-):  # fmt: skip
-    """Set up the stages and the barriers, and send the warps to their parts."""
-    stages, old = weight_stages(e_d, x_d, out_d, STAGES, DEPTH)
-    gl.warp_specialize(
-        [
-            (_consume_weight, (0, out_d, stages, old, lists, P, D, ADD, STAGES, DEEP)),
-            (_consume_weight, (1, out_d, stages, old, lists, P, D, ADD, STAGES, DEEP)),
-            (_produce_weight, (e_d, x_d, out_d, stages, old, lists, R, P, D, ADD, STAGES)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    e_d, x_d, out_d, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr
+):
+    stages, old = weight_stages(e_d, x_d, out_d, STAGES)
+    run_parts(_produce_weight, _consume_weight, (e_d, x_d, out_d, stages, old, lists, R, P, D, ADD))
 
 
 def input_grad(
@@ -223,21 +197,18 @@ def input_grad(
 ) -> None:  # fmt: skip
     """Write ``finish(E' W + m mean)`` into ``ends.out``: bfloat16 operands, rows at multiples of 16 bytes."""
     (C, V), (P, D) = e_CV.shape, mean_PD.shape
-    depth = DEPTH.value
     _input_grad[(multiprocessors(e_CV.device),)](
-        hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value),
-        hopper_descriptor(mass_CP, ROWS.value, depth), hopper_descriptor(mean_PD, depth, COLUMNS.value),
-        ends, lists, room, *used, C, P, V, D, STAGES=4, DEEP=True, num_warps=4,
+        hopper_descriptor(e_CV, ROWS, DEPTH), hopper_descriptor(w_VD, DEPTH, COLUMNS),
+        hopper_descriptor(mass_CP, ROWS, DEPTH), hopper_descriptor(mean_PD, DEPTH, COLUMNS),
+        ends, lists, room, *used, C, P, V, D, num_warps=4,
     )  # fmt: skip
 
 
 def weight_grad(e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, lists: Lists, *, add: bool) -> None:
     """Write ``E'^T S`` into ``out_VD`` (bfloat16 or float32), or add it."""
-    D, (P, R) = scaled_CD.shape[1], lists.down.shape
-    narrow = out_VD.dtype == torch.bfloat16
-    depth = DEPTH.value
+    P, R = lists.down.shape
     _weight_grad[(multiprocessors(e_CV.device),)](
-        hopper_descriptor(e_CV, depth, ROWS.value), hopper_descriptor(scaled_CD, depth, COLUMNS.value),
-        hopper_descriptor(out_VD, ROWS.value, COLUMNS.value), lists, R, P, D,
-        ADD=add, STAGES=3 if narrow else 2, DEEP=narrow, num_warps=4,
+        hopper_descriptor(e_CV, DEPTH, ROWS), hopper_descriptor(scaled_CD, DEPTH, COLUMNS),
+        hopper_descriptor(out_VD, ROWS, COLUMNS), lists, R, P, scaled_CD.shape[1],
+        ADD=add, STAGES=3 if out_VD.dtype == torch.bfloat16 else 2, num_warps=4,
     )  # fmt: skip
