@@ -98,7 +98,7 @@ class TiledCrossEntropy(CrossEntropy):
     ) -> None:
         super()._finish(piece, factor_C, e_CV, scaled_CD)
         sums, rows = self._sums[: len(piece.y_C)], piece.rows
-        squares, masses, *_ = (*self._stored(len(piece.y_C)), sums)
+        _, _, squares, masses, *_ = (*self._stored(len(piece.y_C)), sums)
         assert squares is not None
         assert self.index is not None
         if e_CV is None:

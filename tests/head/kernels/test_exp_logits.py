@@ -67,7 +67,7 @@ def test_exponentials_and_their_sums(
     for wants_e, wants_sums in ((True, True), (True, False), (False, True)):
         room = torch.full((C + 2, -(-V // UNIT) * UNIT + UNIT), POISON, dtype=DTYPE, device=DEVICE)
         sums = torch.full((C + 2, P + 3), POISON, device=DEVICE)
-        rows = ExpRows.of(reference, y, sums[1:-1, :P] if wants_sums else None, c, first_class)
+        rows = ExpRows(reference, y, c, first_class, *gemm.matrix(sums[1:-1, :P] if wants_sums else None)[:2])
         out = room[1:-1, :V] if wants_e else None
         gemm.gemm_tiles(exp_tile, x, w, out, rows, LogitTransform(**given))
         # TMA writes units of 16 bytes

@@ -15,7 +15,7 @@ with ``u = sum_v q_v w_v`` the loss loses ``(a / V) m x u``, dX ``m g (a / V) u`
 all ``m g x``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -226,9 +226,10 @@ class CrossEntropy(Exponentials):
     def _reports(self, piece: Piece, found: Tensor) -> Reports:
         """Return memory for what will be known of a piece's rows."""
         C = piece.at.stop - piece.at.start
-        (target, rest), integers = self._new(2, C), self.y_n.new_empty(2 * C + 1)
+        target, rest, highest = self._new(3, C)
         s_C = target if self._e is None else self._s_C[piece.at]  # with sums alone none is written
-        return Reports._make((target, *found[:, piece.part], s_C, rest, *torch.split(integers, [C, C, 1])))
+        listed, count = self.y_n.new_empty(C + 1).split([C, 1])
+        return Reports(target, *found[:, piece.part], s_C, rest, highest, listed, count)
 
     def _write_target_logits(self, piece: Piece) -> None:
         logits, count = piece.rows.target_logit, piece.rows.listed_count
@@ -239,7 +240,7 @@ class CrossEntropy(Exponentials):
         C = len(piece.y_C)
         piece.sums = self._sums[:C]
         if self.width:
-            rows = ExpRows.of(piece.rows.target_logit, piece.y_C, piece.sums, stored=self._stored(C))
+            rows = ExpRows(piece.rows.target_logit, piece.y_C, None, 0, *self._stored(C))
             self.exponentials(piece, self.weight_VD, self._e_of(piece.at), rows)
 
     def _e_of(self, at: slice) -> Tensor | None:
@@ -283,14 +284,15 @@ class CrossEntropy(Exponentials):
     def _shift(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...] = (True, False)) -> None:
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
         C, of_rows = len(piece.y_C), piece.rows
-        rows = ExpRows.of(of_rows.highest, piece.y_C, self._sums[:C], stored=self._stored(C))
+        rows = ExpRows(of_rows.highest, piece.y_C, None, 0, *self._stored(C))
         shifted_exp_logits(
             piece.x_CD, self.weight_VD, e_CV, rows, (of_rows.listed, of_rows.listed_count), self.transform,
             find_highest=find_highest,
         )  # fmt: skip
 
-    def _stored(self, C: int) -> Iterable[Tensor]:
-        return () if self._of_stored is None else tuple(self._of_stored[:, :C])
+    def _stored(self, C: int) -> tuple[Any, ...]:
+        """Return what takes the sums of a chunk's rows, as `ExpRows` has it."""
+        return (self._sums[:C], self.tiles, *(() if self._of_stored is None else self._of_stored[:, :C]))
 
     def _take_factors(self) -> None:
         """The first time find the rows' factors, and make what takes the gradients."""
@@ -366,7 +368,7 @@ class CrossEntropy(Exponentials):
     def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
         """See `Exponentials.fill`."""
         reference_C, coefficient_C = piece.rows[:2]
-        self.exponentials(piece, w_BD, e_CB, ExpRows.of(reference_C, piece.y_C, None, coefficient_C, first_class))
+        self.exponentials(piece, w_BD, e_CB, ExpRows(reference_C, piece.y_C, coefficient_C, first_class))
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
         """See `Exponentials.finish_input`."""

@@ -7,7 +7,6 @@ Two kernels: `exp_tile` for a whole chunk, `shifted_exp_logits` for the few rows
 their target's logit, whose number only the device knows.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import triton
@@ -22,6 +21,7 @@ from lowtide.head.kernels.gemm import (
     gathered_logits,
     halves,
     matrix,
+    times_slope,
 )
 from lowtide.kernel_launch import Launcher, multiprocessors
 
@@ -31,20 +31,12 @@ class ExpRows(NamedTuple):
 
     reference: Tensor  # [C] float32
     y: Tensor  # [C] int32: classes, counted as ``first_class`` and on; -1 for ignored tokens
-    coefficient: Tensor | None  # [C] float32: what E holds at the target; None: 0
-    sums: Tensor | None  # [C, P] float32: takes each tile's row sums of exp(z - reference), the target left out
-    sum_stride: int  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
-    first_class: int  # that of W's first row
+    coefficient: Tensor | None = None  # [C] float32: what E holds at the target; None: 0
+    first_class: int = 0  # that of W's first row
+    sums: Tensor | None = None  # [C, P] float32: takes each tile's row sums of exp(z - reference), the target left out
+    sum_stride: int = 0  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
     squares: Tensor | None = None  # as sums, of the squares of E as it is stored
     masses: Tensor | None = None  # and of its entries, where a cap makes them others than exp(z - reference)
-
-    @classmethod
-    def of(
-        cls, reference_C: Tensor, y_C: Tensor, sums: Tensor | None, coefficient_C: Tensor | None = None,
-        first: int = 0, stored: Iterable[Tensor] = (),
-    ) -> "ExpRows":  # fmt: skip
-        """Return the record of these; ``stored``: squares, or squares and masses, of the sums' stride."""
-        return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first, *stored)
 
 
 class Listed(NamedTuple):
@@ -52,6 +44,18 @@ class Listed(NamedTuple):
 
     tiles: Tensor  # [R * P]: 2^16 times the tile of rows, plus the tile across
     number: Tensor  # [1]
+
+
+@triton.jit
+def _put_sums(of_row, rows, p, e_sum, squares, mass, inside):  # type: ignore[no-untyped-def]
+    """Write a tile's row sums: those that are wanted."""
+    at = rows.to(tl.int64) * of_row.sum_stride + p
+    if of_row.sums is not None:
+        tl.store(of_row.sums + at, e_sum, mask=inside)
+    if of_row.squares is not None:
+        tl.store(of_row.squares + at, squares, mask=inside)
+    if of_row.masses is not None:
+        tl.store(of_row.masses + at, mass, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -70,57 +74,31 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
     kept = y >= 0
     reference = tl.load(rows.reference + at, mask=inside, other=0.0) * LOG2E
     reference = tl.where(kept, reference, float("inf"))
+    coefficient = tl.zeros_like(reference)
     if rows.coefficient is not None:
         coefficient = tl.load(rows.coefficient + at, mask=inside, other=0.0)
     bound = tl.where(kept, V - column, 0)
     y -= rows.first_class + column
     total = tl.zeros_like(reference)
-    squared = tl.zeros_like(reference)
-    mass = tl.zeros_like(reference)
+    squared = total
+    mass = total
     pieces = halves(z, CONFIG)
     for i in tl.static_range(2):
         v = i * WIDTH + tl.arange(0, WIDTH)  # within the tile, as y and bound are
         logits = finish_logits(pieces[i], column + v, V, transform)
         e = tl.exp2(logits * LOG2E - reference[:, None])
         is_target = v[None, :] == y[:, None]
-        stored = e
-        if transform.softcap is not None:
-            stored = e * (1.0 - (logits / transform.softcap) * (logits / transform.softcap))
-        if rows.coefficient is not None:
-            stored = tl.where(is_target, coefficient[:, None], stored)
-        else:
-            stored = tl.where(is_target, 0.0, stored)
+        stored = tl.where(is_target, coefficient[:, None], times_slope(e, logits, transform))
         e = tl.where(is_target, 0.0, e)
         if BOUND or rows.coefficient is not None:
             e = tl.where(v[None, :] < bound[:, None], e, 0.0)
             stored = tl.where(v[None, :] < bound[:, None], stored, 0.0)
         if e_d is not None:
             e_d.store([row, column + i * WIDTH], stored.to(e_d.dtype))
-        if rows.sums is not None:
-            total = tl.sum(e, 1) if i == 0 else total + tl.sum(e, 1)
-        if rows.squares is not None:
-            squared += tl.sum(stored * stored, 1)
-        if rows.masses is not None:
-            mass += tl.sum(stored, 1)
-    if rows.sums is not None:
-        tl.store(rows.sums + at.to(tl.int64) * rows.sum_stride + p, total, mask=inside)
-    if rows.squares is not None:
-        tl.store(rows.squares + at.to(tl.int64) * rows.sum_stride + p, squared, mask=inside)
-    if rows.masses is not None:
-        tl.store(rows.masses + at.to(tl.int64) * rows.sum_stride + p, mass, mask=inside)
-
-
-@triton.jit
-def to_ordered(f):  # type: ignore[no-untyped-def]
-    """Map float32 to int32 so that the order stays: an integer maximum does not depend on the order of writes."""
-    i = f.to(tl.int32, bitcast=True)
-    return tl.where(i < 0, i ^ 0x7FFFFFFF, i)
-
-
-@triton.jit
-def from_ordered(i):  # type: ignore[no-untyped-def]
-    """Undo `to_ordered`."""
-    return tl.where(i < 0, i ^ 0x7FFFFFFF, i).to(tl.float32, bitcast=True)
+        total += tl.sum(e, 1)
+        squared += tl.sum(stored * stored, 1)
+        mass += tl.sum(stored, 1)
+    _put_sums(rows, at, p, total, squared, mass, inside)
 
 
 @Launcher
@@ -147,24 +125,18 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
         z = finish_logits(z, columns, V, transform)
         if FIND_HIGHEST:
             highest = tl.max(tl.where(inside[None, :], z, float("-inf")), 1)
-            tl.atomic_max(of_row.reference + rows, to_ordered(highest), mask=valid)
+            tl.atomic_max(of_row.reference + rows, highest, mask=valid)  # the order of writes does not matter
         else:
-            reference = from_ordered(tl.load(of_row.reference + rows, mask=valid, other=0))
+            reference = tl.load(of_row.reference + rows, mask=valid, other=0.0)
             y = tl.load(of_row.y + rows, mask=valid, other=-1)
             e = tl.exp2((z - reference[:, None]) * LOG2E)
-            e = tl.where((columns[None, :] == y[:, None]) | ~inside[None, :], 0.0, e)
-            stored = e
-            if transform.softcap is not None:
-                slope = 1.0 - (z / transform.softcap) * (z / transform.softcap)
-                stored = tl.where(e == 0, 0.0, e * slope)
+            left_out = (columns[None, :] == y[:, None]) | ~inside[None, :]
+            stored = tl.where(left_out, 0.0, times_slope(e, z, transform))
+            e = tl.where(left_out, 0.0, e)
             if e_ptr is not None:
                 at = e_ptr + rows[:, None] * e_stride + columns[None, :]
                 tl.store(at, stored.to(e_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])
-            tl.store(of_row.sums + rows * of_row.sum_stride + p, tl.sum(e, 1), mask=valid)
-            if of_row.squares is not None:
-                tl.store(of_row.squares + rows * of_row.sum_stride + p, tl.sum(stored * stored, 1), mask=valid)
-            if of_row.masses is not None:
-                tl.store(of_row.masses + rows * of_row.sum_stride + p, tl.sum(stored, 1), mask=valid)
+            _put_sums(of_row, rows, p, tl.sum(e, 1), tl.sum(stored * stored, 1), tl.sum(stored, 1), valid)
 
 
 def shifted_exp_logits(
@@ -174,9 +146,9 @@ def shifted_exp_logits(
     """Recompute, relative to their highest logit, the rows whose numbers are ``listed``: a list, and how long it is.
 
     Costs two launches that end at once if there are none. Results do not depend on the order of the list.
-    Of the tile sizes, width and depth are taken. The list and its length [1] are int32; so is here the reference, of
-    listed rows holding `to_ordered` of the target's logit, which takes the highest one's. ``find_highest`` are the
-    passes: True to find the highest logits, False to build E and its sums relative to what the reference holds.
+    Of the tile sizes, width and depth are taken. The list and its length [1] are int32. The reference of listed rows
+    holds the target's logit, and takes the highest one's. ``find_highest`` are the passes: True to find the highest
+    logits, False to build E and its sums relative to what the reference holds.
     """
     programs = multiprocessors(x_CD.device)
     for is_search in find_highest:

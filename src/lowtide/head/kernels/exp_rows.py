@@ -12,7 +12,7 @@ own = (1 - a) q_y and spread = a Q / V of label smoothing a and class weights q,
 Where each rank holds some of the classes, t is every rank's, and each sends the logsumexp less t of its own classes,
 the target left out. A row whose sum left the safe range on this rank gets it from its highest logit, which is found
 before the exchange; then no other exchange is needed, whatever the sums come to. A row whose whole sum left it is
-finished with E relative to the whole row's: R = lse, e = exp(t - lse), r = 1 - e.
+finished with E relative to the higher of t and the others' logsumexp.
 
 In all of these ``x_CD`` are hidden states; ``w_VD`` this rank's weight; ``y_C`` (int32) the target's row of it, or
 anything beyond where another rank has the class, or -1 where ignored; ``factor_C`` g, float32; ``scaled_CD`` takes s x,
@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
-from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
 from lowtide.head.kernels.gemm import (
     ALL,
     LogitTransform,
@@ -35,6 +34,7 @@ from lowtide.head.kernels.gemm import (
     finish_logits,
     matrix,
     rows_in_tiles,
+    times_slope,
 )
 from lowtide.kernel_launch import Launcher, power_of_2
 
@@ -56,7 +56,7 @@ class RowTerms(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """What is known of each row of a chunk [C], float32 but for the three integers."""
+    """What is known of each row of a chunk [C], float32 but for the two integers."""
 
     target_logit: Tensor
     loss: Tensor
@@ -64,7 +64,7 @@ class Reports(NamedTuple):
     miss: Tensor  # lse - t
     s: Tensor
     rest: Tensor  # what the target's coefficient lost in rounding
-    highest: Tensor  # int32: see to_ordered
+    highest: Tensor  # of listed rows what E is measured from
     listed: Tensor  # int32: rows to be done again
     listed_count: Tensor  # int32 [1]: how many
 
@@ -91,19 +91,29 @@ def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _weights(i, lse, terms):  # type: ignore[no-untyped-def]
-    """(own, spread + 2 u lse, their sum k): what multiplies the target's share and the whole softmax.
+def _loss_and_gradient(i, t, miss, lse, r, e, g_ptr, transform, terms):  # type: ignore[no-untyped-def]
+    """A row's (loss, k, m g k, coefficient at the target), the last two 0 without g.
 
-    Where the two cancel, k is a small number in place of 0: the row's gradient is divided by it, and multiplied again.
+    Where its two parts cancel, k is a small number in place of 0: the row's gradient is divided by it, and multiplied
+    again.
     """
     own = tl.full((), 1.0, tl.float32)
     if terms.own is not None:
         own = tl.load(terms.own + i)
+    loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
     spread = 2.0 * terms.z_loss * lse
     if terms.spread is not None:
         spread += tl.load(terms.spread)
+        loss += tl.load(terms.spread) * lse
     k = own + spread
-    return own, spread, tl.where((k == 0.0) & (own != 0.0), own * 2.0**-24, k)
+    k = tl.where((k == 0.0) & (own != 0.0), own * 2.0**-24, k)
+    weight, c = 0.0, 0.0
+    if g_ptr is not None:
+        weight = tl.load(g_ptr + i) * k
+        if transform.scale is not None:
+            weight *= tl.load(transform.scale)
+        c = times_slope(tl.where(k == 0.0, 0.0, (spread * e - own * r) / k), t, transform)
+    return loss, k, weight, c
 
 
 @triton.jit
@@ -136,9 +146,21 @@ def _finite(t):  # type: ignore[no-untyped-def]
     return tl.where(tl.abs(t) < float("inf"), t, 0.0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _row(rows, end, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's row and whether there is one: of the first, or of those that are listed."""
+    i = tl.program_id(0).to(tl.int64)
+    here = i < end
+    if SHIFTED:
+        here = i < tl.load(rows.listed_count)
+        i = tl.load(rows.listed + i, mask=here, other=0).to(tl.int64)
+    return i, here
+
+
 @triton.jit
-def _list(rows, i):  # type: ignore[no-untyped-def]
+def _list(rows, i, reference):  # type: ignore[no-untyped-def]
     """Put a row on the list of those to be done again."""
+    tl.store(rows.highest + i, reference)
     slot = tl.atomic_add(rows.listed_count, 1)
     tl.store(rows.listed + slot, i.to(tl.int32))
 
@@ -166,23 +188,18 @@ def _target_logits(  # type: ignore[no-untyped-def]
 def _sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     sum_ptr, sum_stride, P = sums
     e_ptr, e_stride, V = e
-    i = tl.program_id(0).to(tl.int64)
-    alive = i < C
-    if SHIFTED:
-        alive = i < tl.load(rows.listed_count)
-        i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
+    i, alive = _row(rows, C, SHIFTED)
     if alive:
         r = _sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
         t = tl.load(rows.target_logit + i)
         if SHIFTED:
-            tl.store(sent_ptr + i, (from_ordered(tl.load(rows.highest + i)) - _finite(t)) + tl.log(r))
+            tl.store(sent_ptr + i, (tl.load(rows.highest + i) - _finite(t)) + tl.log(r))
         else:
             kept = tl.load(y_ptr + i) >= 0
             tl.store(sent_ptr + i, tl.where(kept, tl.log(r), float("-inf")))
             if kept:
                 if _out_of_range(r, t):
-                    tl.store(rows.highest + i, to_ordered(t))
-                    _list(rows, i)
+                    _list(rows, i, t)
             elif (r != 0.0) & (i < rows_in_tiles(used, C)):  # noqa: SIM102 (decided when run, the other when compiled)
                 if e_ptr is not None:
                     _zero_row(e_ptr + i * e_stride, V, BLOCK)
@@ -194,69 +211,49 @@ def _finish_rows(  # type: ignore[no-untyped-def]
     sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, used, transform, terms, C, RANKS: tl.constexpr,
     SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """See `finish_rows`. RANKS: at least how many there are, 0 where there is one."""
     sum_ptr, sum_stride, parts = sums
     x_ptr, x_stride, D = x
     e_ptr, e_stride, V = e
-    i = tl.program_id(0).to(tl.int64)
-    alive = i < rows_in_tiles(used, C)
-    if SHIFTED:
-        alive = i < tl.load(rows.listed_count)
-        i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
-    elif ~alive:
-        tl.store(rows.loss + i, 0.0)
-        tl.store(rows.lse + i, 0.0)
-        tl.store(rows.miss + i, 0.0)
+    i, alive = _row(rows, rows_in_tiles(used, C), SHIFTED)
+    if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
+        if ~alive:
+            tl.store(rows.loss + i, 0.0)
+            tl.store(rows.lse + i, 0.0)
+            tl.store(rows.miss + i, 0.0)
     if alive:
         y = tl.load(y_ptr + i).to(tl.int64)
         kept = y >= 0
-        y = tl.where(kept, y, 0)
         t = tl.load(rows.target_logit + i)
-        if RANKS:  # the logsumexp of all their classes but the target, less t
-            top = tl.load(sum_ptr + i)
-            for rank in range(1, parts):
-                top = tl.maximum(top, tl.load(sum_ptr + rank * C + i))
-            total = tl.exp(tl.load(sum_ptr + i) - top)
-            for rank in range(1, parts):
-                total += tl.exp(tl.load(sum_ptr + rank * C + i) - top)
-            others = tl.where(top == float("-inf"), top, top + tl.log(total))
-            gap = others + (_finite(t) - t)
-            more = log1p(tl.exp(-tl.abs(gap)))
-            lse = tl.where(gap > 0.0, _finite(t) + others, t) + more
-            r = tl.exp(gap)
+        reference = t
+        if SHIFTED:
+            reference = tl.load(rows.highest + i)
+        if RANKS:
+            rank = tl.arange(0, RANKS)
+            of_each = tl.load(sum_ptr + rank * C + i, mask=rank < parts, other=float("-inf"))
+            others = tl.max(of_each, 0)
+            if others != float("-inf"):  # the logsumexp of all classes but the target, less t
+                others += tl.log(tl.sum(tl.exp(of_each - others), 0))
+            r = tl.exp(others + (_finite(t) - reference))
         else:
             r = _sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
-        if not SHIFTED:
-            if RANKS:
-                tl.store(rows.highest + i, to_ordered(lse))
+        if SHIFTED:
+            e_y = tl.exp(t - reference)
+            more = tl.log(r + e_y)
+            miss = (reference - t) + more
+            lse = reference + more
+        else:
             e_y = 1.0
             miss = log1p(r)
             lse = t + miss
-        elif RANKS:
-            miss = tl.where(gap > 0.0, gap, 0.0) + more
-            e_y = tl.exp(-miss)
-            r = -expm1(-miss)
-        else:
-            reference = from_ordered(tl.load(rows.highest + i))
-            e_y = tl.exp(t - reference)
-            miss = (reference - t) + tl.log(r + e_y)
-            lse = reference + tl.log(r + e_y)
-        own, spread, k = _weights(i, lse, terms)
-        loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
-        if terms.spread is not None:
-            loss += tl.load(terms.spread) * lse
+        loss, k, weight, c = _loss_and_gradient(i, t, miss, lse, r, e_y, g_ptr, transform, terms)
         tl.store(rows.loss + i, tl.where(kept, loss, 0.0))
         tl.store(rows.lse + i, tl.where(kept, lse, 0.0))
         tl.store(rows.miss + i, tl.where(kept, miss, 0.0))
         wrong = _out_of_range(r, t)
         if g_ptr is not None:
-            weight = tl.load(g_ptr + i) * k
-            if transform.scale is not None:
-                weight *= tl.load(transform.scale)
             s = tl.where(kept & (k != 0.0), weight / (r + e_y), 0.0)
             wrong = wrong | ((r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0))
-            c = tl.where(k == 0.0, 0.0, (spread * e_y - own * r) / k)
-            if transform.softcap is not None:
-                c *= 1.0 - (t / transform.softcap) * (t / transform.softcap)
             tl.store(rows.s + i, s)
             if e_ptr is None:
                 tl.store(rows.rest + i, 0.0)
@@ -274,16 +271,15 @@ def _finish_rows(  # type: ignore[no-untyped-def]
                 scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
         if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
-                if not RANKS:
-                    tl.store(rows.highest + i, to_ordered(t))
-                _list(rows, i)
+                if RANKS:
+                    reference = tl.maximum(t, _finite(t) + others)
+                _list(rows, i, reference)
 
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _prepare_rows(  # type: ignore[no-untyped-def]
-    lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, plane, used, transform, terms, C, width,
-    BLOCK: tl.constexpr,
+    lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, used, transform, terms, C, width, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Split s in a power of two, exact on x, and the rest, put into E."""
     x_ptr, x_stride, D = x
@@ -291,27 +287,22 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
     if i >= rows_in_tiles(used, C):
         return
     y = tl.load(y_ptr + i).to(tl.int64)
-    kept = y >= 0
     lse = tl.load(lse_ptr + i)
     miss = tl.load(miss_ptr + i)
-    own, spread, k = _weights(i, lse, terms)
-    weight = tl.load(g_ptr + i) * k
-    if transform.scale is not None:
-        weight *= tl.load(transform.scale)
-    weight = tl.where(kept & (k != 0.0), weight, 0.0)
+    _, k, weight, c = _loss_and_gradient(
+        i, lse - miss, miss, lse, -expm1(-miss), tl.exp(-miss), g_ptr, transform, terms
+    )
+    counts = (y >= 0) & (k != 0.0)
+    weight = tl.where(counts, weight, 0.0)
     power = (weight.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # sign and exponent
     power = tl.where(tl.abs(power) < float("inf"), power, weight)
     part = tl.where((power == 0.0) | (power == weight), 1.0, weight / power)
-    c = (spread * tl.exp(-miss) + own * expm1(-miss)) / tl.where(k == 0.0, 1.0, k)
-    if transform.softcap is not None:
-        t = (lse - miss) / transform.softcap
-        c *= 1.0 - t * t
-    c = tl.where(kept & (k != 0.0), c * part, 0.0)
+    c = tl.where(counts, c * part, 0.0)
     at = numbers_ptr + i
     tl.store(at, lse - tl.log(part))
-    tl.store(at + plane, c)
-    tl.store(at + 2 * plane, power)
-    tl.store(at + 3 * plane, tl.where(y < width, c - c.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0))
+    tl.store(at + C, c)
+    tl.store(at + 2 * C, power)
+    tl.store(at + 3 * C, tl.where(y < width, c - c.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0))
     if scaled_ptr is not None:
         scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
 
@@ -401,13 +392,13 @@ def finish_rows(
     That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
     list, which is empty before. ``sums`` are the GEMM's [C, P], or every rank's from `sum_rows` [W, 1, C], contiguous;
     ``rows`` hold the target's logit, and take the results. ``e_CV`` is given with a factor, where this rank has
-    classes. With ``shifted`` the listed rows alone are done: relative to their highest logit, or to every rank's
-    logsumexp.
+    classes. With ``shifted`` the listed rows alone are done, relative to their ``highest``.
     """
     (C, D), several = x_CD.shape, sums.dim() == 3
+    parts = sums.shape[0 if several else 1]
     _finish_rows[(C,)](
-        (sums, sums.stride(0), sums.shape[0 if several else 1]), y_C, factor_C, matrix(x_CD), scaled_CD, matrix(e_CV),
-        rows, used, transform, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
+        (sums, sums.stride(0), parts), y_C, factor_C, matrix(x_CD), scaled_CD, matrix(e_CV), rows, used, transform,
+        terms, C, RANKS=power_of_2(parts) * several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -422,8 +413,8 @@ def prepare_rows(
     """
     C, D = x_CD.shape
     _prepare_rows[(C,)](
-        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, numbers_4C.stride(0), used, transform,
-        terms, C, width, BLOCK=block_of(D), num_warps=4,
+        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, used, transform, terms, C, width,
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 

@@ -95,6 +95,14 @@ def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
     return z
 
 
+@triton.jit
+def times_slope(x, z, transform):  # type: ignore[no-untyped-def]
+    """Multiply with the cap's derivative at capped logits z."""
+    if transform.softcap is not None:
+        x *= 1.0 - (z / transform.softcap) * (z / transform.softcap)
+    return x
+
+
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _each_tile(  # type: ignore[no-untyped-def]

@@ -27,6 +27,7 @@ from lowtide.head.kernels.gemm import (
     gathered_logits,
     halves,
     matrix,
+    times_slope,
 )
 from lowtide.kernel_launch import Launcher, power_of_2
 
@@ -167,9 +168,7 @@ def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr,
             gradient *= slope[:, None]
         if of_row.even is not None:
             gradient += even[:, None]
-        if transform.softcap is not None:
-            gradient *= 1.0 - (logits / transform.softcap) * (logits / transform.softcap)
-        gradient = tl.where(alive[:, None], gradient, 0.0)
+        gradient = tl.where(alive[:, None], times_slope(gradient, logits, transform), 0.0)
         g_d.store([row, column + i * WIDTH], gradient.to(g_d.dtype))
 
 
