@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_VARIANTS = 1024
-
 
 # Triton's own versions of these two take 2 microseconds of host time each.
 def blocks_of(n: int, size: int) -> int:
@@ -32,11 +30,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
 def why_no_triton(device: torch.device) -> str | None:
     """Return why no Triton kernel can run on ``device``, or None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels are for NVIDIA GPUs, and the tensors are on {device.type}"
-    if torch.cuda.is_available() and not _has_triton():  # without a GPU it is a plan for another machine
+    if torch.cuda.is_available() and find_spec("triton") is None:  # without a GPU it is a plan for another machine
         return "Triton is not installed"
     return None
 
@@ -49,16 +48,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 _MAIN = threading.main_thread().ident
-
-
-@cache
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 class Launcher:
@@ -75,16 +64,16 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        params = getattr(kernel, "params", None)
-        self._names = [] if params is None else [param.name for param in params]
-        self._free = frozenset(i for i, param in enumerate(params or ()) if param.do_not_specialize)
+        params = getattr(kernel, "params", ())  # the interpreter's has none
+        self._names = [param.name for param in params]
+        self._free = frozenset(i for i, param in enumerate(params) if param.do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return a function that launches on ``grid``, on the current stream of the current device."""
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if not _has_gpu():
+        if not self._names:
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
@@ -94,9 +83,7 @@ class Launcher:
         compiled = self._compiled.get(known)
         fixed = [constants[name] for name in self._names[len(args) :]]
         if compiled is None:
-            if len(self._compiled) >= MOST_VARIANTS:
-                self._compiled.clear()
-            self._compiled[known] = compiled = self.kernel[grid](*args, **constants)
+            self._compiled[known] = self.kernel[grid](*args, **constants)
             return
         x, y, z = (*grid, 1, 1)[:3]
         metadata = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's hooks

@@ -167,7 +167,8 @@ class CrossEntropy(Exponentials):
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         super().__init__(head, plan, loss.rows)
-        self.hopper = self.transform.is_plain and hopper.runs_on(head.input.device)
+        plain = all(part is None for part in self.transform)
+        self.hopper = plain and hopper.runs_on(head.input.device)
         self.y_n, own_n = loss.y, loss.own_n
         spread: Tensor | None = None
         self.u_D: Tensor | None = None  # with label smoothing

@@ -40,24 +40,24 @@ def _select(target_ptr, weight_ptr, out, N, V, ignore_index, shard, BLOCK: tl.co
 
 
 @Launcher
-@triton.jit(do_not_specialize=["N", "blocks"])  # type: ignore[untyped-decorator]
-def _put_valid_first(y_ptr, unit_ptr, number_ptr, out, N, blocks, BLOCK: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
+def _put_valid_first(y_ptr, unit_ptr, number_ptr, out, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write a block's tokens to their places: the valid ones in order, then the others."""
-    index_ptr, y_out, unit_out, count_ptr = out
+    y_out, unit_out, index_ptr, count_ptr = out
     block = tl.program_id(0)
-    numbers = tl.zeros((STEP,), tl.int32)
-    earlier = tl.zeros((STEP,), tl.int32)
-    for b in range(0, blocks, STEP):
-        at = b + tl.arange(0, STEP)
+    blocks = tl.num_programs(0)
+    total = 0
+    earlier = 0
+    for b in range(0, blocks, BLOCK):
+        at = b + tl.arange(0, BLOCK)
         number = tl.load(number_ptr + at, mask=at < blocks, other=0)
-        numbers += number
-        earlier += tl.where(at < block, number, 0)
-    total = tl.sum(numbers, 0)
+        total += tl.sum(number, 0)
+        earlier += tl.sum(tl.where(at < block, number, 0), 0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     y = tl.load(y_ptr + i, mask=inside, other=-1)
     valid = (y >= 0).to(tl.int32)
-    until = tl.sum(earlier, 0) + tl.cumsum(valid, 0)
+    until = earlier + tl.cumsum(valid, 0)
     place = tl.where(y >= 0, until - 1, total + i - until)
     tl.store(index_ptr + place, i.to(tl.int64), mask=inside)
     tl.store(y_out + place, y, mask=inside)
@@ -77,11 +77,10 @@ def select(
     class, how many it has, and what stands in the place of the others; classes are then counted from its first one.
     """
     N = target_N.numel()
-    blocks = triton.cdiv(N, SELECT_BLOCK)
+    blocks = max(1, triton.cdiv(N, SELECT_BLOCK))
     y_N = torch.empty(N, dtype=torch.int32, device=target_N.device)
     found = Selection(y_N, torch.empty_like(y_N, dtype=torch.float32), y_N.new_empty(blocks))
-    if N:
-        _select[(blocks,)](target_N, token_weight_N, tuple(found), N, V, ignore_index, shard, BLOCK=SELECT_BLOCK)
+    _select[(blocks,)](target_N, token_weight_N, tuple(found), N, V, ignore_index, shard, BLOCK=SELECT_BLOCK)
     return found
 
 
@@ -97,14 +96,9 @@ class Selection(NamedTuple):
 
         That is each row's place among the tokens (int64 [N]), and how many tokens are valid (int32 [1]).
         """
-        y_N, unit_N, numbers = self
-        N, new = y_N.numel(), torch.empty_like
-        index = new(y_N, dtype=torch.int64)
-        count = (y_N.new_empty if N else y_N.new_zeros)(1)
-        found = new(y_N), new(unit_N), index, count
-        if N:
-            out, blocks = (index, found[0], found[1], count), numbers.numel()
-            _put_valid_first[(blocks,)](y_N, unit_N, numbers, out, N, blocks, BLOCK=SELECT_BLOCK, STEP=SELECT_BLOCK)
+        y_N, new = self.y_N, torch.empty_like
+        found = new(y_N), new(self.unit_N), new(y_N, dtype=torch.int64), y_N.new_empty(1)
+        _put_valid_first[(len(self.numbers),)](*self, found, len(y_N), BLOCK=SELECT_BLOCK)
         return found
 
 
@@ -114,12 +108,11 @@ def valid_first(kept_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @Launcher
-@triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator]
-def _scale(  # type: ignore[no-untyped-def]
-    x_ptr, factor_ptr, columns, blocks, total, programs, BLOCK: tl.constexpr
-):
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(x_ptr, factor_ptr, rows, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each row times its factor: the product in the factor's dtype, the result rounded to x's. What is 0 stays 0."""
-    for block in range(tl.program_id(0), total, programs):
+    blocks = tl.cdiv(columns, BLOCK)
+    for block in range(tl.program_id(0), rows * blocks, tl.num_programs(0)):
         row = (block // blocks).to(tl.int64)
         factor = tl.load(factor_ptr + row)
         if factor != 1.0:
@@ -137,8 +130,6 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     if x.numel():
         rows = factor.numel()
         columns = x.numel() // rows
-        blocks = triton.cdiv(columns, SCALE_BLOCK)
-        total = rows * blocks
         # where the factor is 1, launching a program a block would take longest
-        programs = min(total, SCALE_PROGRAMS * multiprocessors(x.device))
-        _scale[(programs,)](x, factor, columns, blocks, total, programs, BLOCK=SCALE_BLOCK)
+        programs = min(rows * triton.cdiv(columns, SCALE_BLOCK), SCALE_PROGRAMS * multiprocessors(x.device))
+        _scale[(programs,)](x, factor, rows, columns, BLOCK=SCALE_BLOCK)

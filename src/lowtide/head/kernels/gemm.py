@@ -41,11 +41,6 @@ class LogitTransform(NamedTuple):
     scale: Tensor | None = None  # 0-d float32 on the device
     softcap: float | Tensor | None = None  # above 0
 
-    @property
-    def is_plain(self) -> bool:
-        """Return whether the logits are the GEMM's result, without a transform."""
-        return all(part is None for part in self)
-
     def of_classes(self, part: slice) -> "LogitTransform":
         """Return the same for some of the classes."""
         return self if self.bias_V is None else self._replace(bias_V=self.bias_V[part])
@@ -139,8 +134,9 @@ def gemm_tiles(
     """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V."""
     (V, D), programs, config = w_VD.shape, multiprocessors(x_CD.device), CONFIG
     _each_tile[(programs,)](
-        descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth),
-        None if out_CV is None else descriptor(out_CV, config.rows, config.columns // 2),
+        TensorDescriptor.from_tensor(x_CD, [config.rows, config.depth]),
+        TensorDescriptor.from_tensor(w_VD, [config.columns, config.depth]),
+        None if out_CV is None else TensorDescriptor.from_tensor(out_CV, [config.rows, config.columns // 2]),
         rows, used, transform, len(x_CD), V, D, epilogue=epilogue, BOUND=V % config.columns != 0, CONFIG=config,
         PROGRAMS=programs, num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip
@@ -173,11 +169,6 @@ def halves(z, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
 def matrix(x: Tensor | None) -> tuple[Tensor | None, int, int]:
     """Return a matrix as kernels take it: its pointer, its row stride and its width."""
     return (None, 0, 0) if x is None else (x, x.stride(0), x.shape[1])
-
-
-def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor, *layout: Any) -> Any:
-    """Return the TMA descriptor of ``x``, to copy blocks of it."""
-    return kind(x, list(x.shape), [x.stride(0), 1], [rows, columns], *layout)
 
 
 def tiles_across(V: int) -> int:

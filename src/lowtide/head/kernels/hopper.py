@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import ExpRows, Listed
-from lowtide.head.kernels.gemm import ALL, Used, descriptor
-from lowtide.kernel_launch import Launcher, multiprocessors
+from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.kernel_launch import Launcher, multiprocessors, why_no_triton
 
 try:
     from triton.experimental import gluon
@@ -204,13 +204,13 @@ def counted(count, first, C):  # type: ignore[no-untyped-def]
 
 def hopper_descriptor(x: Tensor, *block: Any) -> Any:
     """Return the TMA descriptor of ``x``, to copy blocks of it into shared memory as the tensor cores read it."""
-    rows, columns = map(int, block)
-    return descriptor(x, rows, columns, TensorDescriptor, _shared_layout(rows, columns, x.dtype))
+    shape = tuple(map(int, block))
+    return TensorDescriptor.from_tensor(x, list(shape), _shared_layout(shape, x.dtype))
 
 
 @cache
-def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float32)
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float32)
 
 
 @gluon.jit
@@ -336,25 +336,21 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Return whether these kernels run on ``device``: a Hopper GPU, and Triton 3.6 or newer with its Gluon."""
-    version = tuple(int(n) for n in triton.__version__.split(".")[:2])
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return (
-        GLUON_ERROR is None and version >= (3, 6) and is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    """Return whether these kernels run on ``device``: a Hopper GPU, and Triton with its Gluon."""
+    runs = GLUON_ERROR is None and why_no_triton(device) is None
+    return runs and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def exp_logits_hopper(
-    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None, used: Used = ALL,
-    listed: Listed | None = None,
-) -> None:  # fmt: skip
+    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, used: Used = ALL, listed: Listed | None = None
+) -> None:
     """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of bfloat16 rows at multiples of 16 bytes; none empty.
 
     If it `runs_on` the device. Tiles that are not ``listed`` are left as they are.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = hopper_descriptor(x_CD, ROWS, DEPTH)
-    _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
+    _exp_logits_hopper[(multiprocessors(x_CD.device),)](
         x_d, hopper_descriptor(w_VD, COLUMNS, DEPTH),
         x_d if e_CV is None else hopper_descriptor(e_CV, ROWS, STORED), rows, listed, *used, C, V, D,
         BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
