@@ -17,7 +17,7 @@ all ``m g x``.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from lowtide.head.engine import matmul_into
 from lowtide.head.kernels import exp_rows, gemm, gradient_gemms_hopper, hopper
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_input_grad
-from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles
+from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles, matrix
 from lowtide.head.kernels.gradient_gemms_hopper import InputRows, Room, room_for
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.rows import Rows, rows_are_aligned, slices, take_rows
 from lowtide.head.terms.loss import Loss, RowFactors
+from lowtide.kernel_launch import power_of_2
 
 
 @dataclass(kw_only=True)
@@ -215,7 +216,8 @@ class CrossEntropy(Exponentials):
         self._sums = self._new(rows, self.tiles)
         for piece in self.chunks(rows):
             piece.y_C, piece.rows = self.y_n[piece.part], self._reports(piece, found)
-            self._write_target_logits(piece)
+            of_rows = piece.rows.target_logit, piece.rows.listed_count, self.used(piece.part)
+            self.target_logits(piece.x_CD, piece.y_C, *of_rows)
             self._write_exponentials(piece)
             yield piece
             del piece
@@ -229,13 +231,16 @@ class CrossEntropy(Exponentials):
         C = piece.at.stop - piece.at.start
         target, rest, highest = self._new(3, C)
         s_C = target if self._e is None else self._s_C[piece.at]  # with sums alone none is written
-        listed, count = self.y_n.new_empty(C + 1).split([C, 1])
-        return Reports(target, *found[:, piece.part], s_C, rest, highest, listed, count)
+        of_list = torch.split(self.y_n.new_empty(C + 1), [C, 1])
+        return Reports._make((target, *found[:, piece.part], s_C, rest, highest, *of_list))
 
-    def _write_target_logits(self, piece: Piece) -> None:
-        logits, count = piece.rows.target_logit, piece.rows.listed_count
-        operands = piece.x_CD, self.weight_VD, piece.y_C, self.transform
-        exp_rows.target_logits(*operands, logits, count, self.used(piece.part))
+    def target_logits(self, x_CD: Tensor, y_C: Tensor, logit_C: Tensor, count: Tensor, used: Used = ALL) -> None:
+        """Write rows' target logits, and 0 to the ``count`` of those that are listed."""
+        C, D = x_CD.shape
+        exp_rows.target_logits[(C,)](
+            matrix(x_CD), matrix(self.weight_VD), y_C, logit_C, count, used, self.transform, C, self.width,
+            BLOCK=exp_rows.block_of(D), num_warps=4,
+        )  # fmt: skip
 
     def _write_exponentials(self, piece: Piece) -> None:
         C = len(piece.y_C)
@@ -261,12 +266,15 @@ class CrossEntropy(Exponentials):
         self, piece: Piece, factor_C: Tensor | None = None, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None
     ) -> None:
         """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
-        terms = self.terms.rows(piece.part)
-        of_rows = piece.sums, piece.x_CD, piece.y_C, factor_C, piece.rows, self.transform, terms
-        given: dict[str, Any] = {"e_CV": e_CV, "scaled_CD": scaled_CD, "used": self.used(piece.part)}
-        exp_rows.finish_rows(*of_rows, **given)
+        (C, D), ranks = piece.x_CD.shape, self.head.ranks
+        finish = partial(
+            exp_rows.finish_rows[(C,)], matrix(piece.sums), piece.y_C, factor_C, matrix(piece.x_CD), scaled_CD,
+            matrix(e_CV), piece.rows, self.used(piece.part), self.transform, self.terms.rows(piece.part), C,
+            RANKS=0 if ranks.alone else power_of_2(ranks.size), BLOCK=exp_rows.block_of(D), num_warps=4,
+        )  # fmt: skip
+        finish(SHIFTED=False)
         self._shift(piece, e_CV)
-        exp_rows.finish_rows(*of_rows, **given, shifted=True)
+        finish(SHIFTED=True)
         if self.u_D is not None:
             whole = self._whole_u
             mean_C = self._scaled_by(weighted_sum(whole[:-1], piece.x_CD.t()) + whole[-1]) * self.share
@@ -356,11 +364,12 @@ class CrossEntropy(Exponentials):
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""
-        part, C = piece.part, len(piece.x_CD)
+        part, (C, D) = piece.part, piece.x_CD.shape
         piece.y_C, piece.rows = self.y_n[part], self._numbers[: 4 * C].view(4, C)
-        exp_rows.prepare_rows(
-            self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self._factor_n[part],
-            self.transform, self.terms.rows(part), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
+        exp_rows.prepare_rows[(C,)](
+            self.known["lse"][part], self.known["miss"][part], piece.y_C, self._factor_n[part], matrix(piece.x_CD),
+            scaled_CD, piece.rows, self.used(part), self.transform, self.terms.rows(part), C, self.width,
+            BLOCK=exp_rows.block_of(D), num_warps=4,
         )  # fmt: skip
         self._see_even_parts(piece)
         s_C: Tensor = piece.rows[2]

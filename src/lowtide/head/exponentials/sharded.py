@@ -16,6 +16,7 @@ from lowtide.head.call import Gradients, Head
 from lowtide.head.exponentials.losses import CrossEntropy, Exponentials, Piece, aligned_rows
 from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.kernels import exp_rows
+from lowtide.head.kernels.gemm import matrix
 from lowtide.head.kernels.gradient_gemms_hopper import Room, room_for
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks import Exchange
@@ -131,7 +132,7 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
         if self.ranks.spread or self.index is not None or input_is_copied(x, self.head.dtype) or not n:
             return None
         targets, count = self._new(n), self.y_n.new_empty(1)
-        exp_rows.target_logits(x.view(n, -1), self.weight_VD, self.y_n, self.transform, targets, count)
+        self.target_logits(x.view(n, -1), self.y_n, targets, count)
         return cache(self._begin_sum_of(targets))
 
     def _begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
@@ -144,7 +145,8 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
         piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get(), self.head.dtype), self.y_n[part]
         piece.rows = self._reports(piece, found)
         if of_all is None:
-            self._write_target_logits(piece)
+            of_rows = piece.rows.target_logit, piece.rows.listed_count, self.used(part)
+            self.target_logits(piece.x_CD, piece.y_C, *of_rows)
             piece.received = self._begin_sum_of(piece.rows.target_logit)
         else:
             piece.received = lambda: of_all()[part]
@@ -155,18 +157,23 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
         """Build a piece's E, or its sums alone, and begin to exchange these."""
         piece.rows = piece.rows._replace(target_logit=piece.received())
         self._write_exponentials(piece)
-        mine, of_rows = self._new(1, len(piece.y_C)), (piece.sums, piece.y_C, piece.rows)
+        C = len(piece.y_C)
+        mine = self._new(C)
         if self.width:
-            exp_rows.sum_rows(*of_rows, mine, e_CV=self._e_of(piece.at), used=self.used(piece.part))
+            sum_rows = partial(
+                exp_rows.sum_rows[(C,)], matrix(piece.sums), piece.y_C, matrix(self._e_of(piece.at)), mine, piece.rows,
+                self.used(piece.part), C, BLOCK=exp_rows.block_of(self.tiles), num_warps=4,
+            )  # fmt: skip
+            sum_rows(SHIFTED=False)
             super()._shift(piece, None)
-            exp_rows.sum_rows(*of_rows, mine, shifted=True)
+            sum_rows(SHIFTED=True)
         else:
             mine.fill_(-torch.inf)
         piece.received = self.ranks.begin_gather(mine).get
         return piece
 
     def _finish(self, piece: Any, *given: Tensor | None) -> None:
-        piece.sums = piece.received()
+        piece.sums = piece.received().t()
         piece.rows.listed_count.zero_()
         super()._finish(piece, *given)
 

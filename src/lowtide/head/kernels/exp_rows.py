@@ -28,7 +28,6 @@ from torch import Tensor
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.gemm import (
     ALL,
-    LogitTransform,
     Used,
     counted_rows,
     finish_logits,
@@ -167,9 +166,10 @@ def _list(rows, i, reference):  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _target_logits(  # type: ignore[no-untyped-def]
+def target_logits(  # type: ignore[no-untyped-def]
     x, w, y_ptr, t_ptr, count_ptr, used, transform, C, width, BLOCK: tl.constexpr
 ):
+    """Write each row's target logit, cap and all, 0 where its class is elsewhere or it is ignored; 0 to the count."""
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
@@ -185,7 +185,13 @@ def _target_logits(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write what this rank sends of its classes but the target: each row's logsumexp less t, -inf where ignored.
+
+    Rows whose sums [C, P] left the safe range here go on the list, which is empty before, and where E is stored ignored
+    rows that are no numbers become 0. SHIFTED: the listed rows alone get a new logsumexp, from sums relative to their
+    highest logit.
+    """
     sum_ptr, sum_stride, P = sums
     e_ptr, e_stride, V = e
     i, alive = _row(rows, C, SHIFTED)
@@ -207,11 +213,17 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BL
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _finish_rows(  # type: ignore[no-untyped-def]
+def finish_rows(  # type: ignore[no-untyped-def]
     sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, used, transform, terms, C, RANKS: tl.constexpr,
     SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `finish_rows`. RANKS: at least how many there are, 0 where there is one."""
+    """Turn sums into losses and, where factors are given, finish E and what the gradients' GEMMs need.
+
+    That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
+    list, which is empty before. ``sums`` are the GEMM's [C, P], or [C, W] what every rank has from `sum_rows`, with
+    RANKS a power of two from W on, else 0; ``rows`` hold the target's logit, and take the results. E is given with
+    factors, where this rank has classes. SHIFTED: the listed rows alone are done, relative to their ``highest``.
+    """
     sum_ptr, sum_stride, parts = sums
     x_ptr, x_stride, D = x
     e_ptr, e_stride, V = e
@@ -278,10 +290,14 @@ def _finish_rows(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _prepare_rows(  # type: ignore[no-untyped-def]
+def prepare_rows(  # type: ignore[no-untyped-def]
     lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, used, transform, terms, C, width, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Split s in a power of two, exact on x, and the rest, put into E."""
+    """From known lse and lse - t, write what E is recomputed with, so that s and s x are exact.
+
+    Four numbers of each row [4, C], float32: the reference of the exponentials, E's entry at the target, s (a power of
+    two, the rest of it is put into E), and what the entry loses in rounding where it is one of this rank's classes.
+    """
     x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
     if i >= rows_in_tiles(used, C):
@@ -353,69 +369,6 @@ def _finish_input_grad(  # type: ignore[no-untyped-def]
             grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
         grad = tl.where(s == 0.0, 0.0, grad * s)
         tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask=at < D)
-
-
-def target_logits(
-    x_CD: Tensor, w_VD: Tensor, y_C: Tensor, transform: LogitTransform, logit_C: Tensor, count: Tensor,
-    used: Used = ALL,
-) -> None:  # fmt: skip
-    """Write each row's target logit, cap and all, 0 where its class is elsewhere or it is ignored; 0 to ``count``."""
-    _target_logits[(len(x_CD),)](
-        matrix(x_CD), matrix(w_VD), y_C, logit_C, count, used, transform, len(x_CD), len(w_VD),
-        BLOCK=block_of(x_CD.shape[1]), num_warps=4,
-    )  # fmt: skip
-
-
-def sum_rows(
-    sum_CP: Tensor, y_C: Tensor, rows: Reports, lse_C: Tensor, *, e_CV: Tensor | None = None, shifted: bool = False,
-    used: Used = ALL,
-) -> None:  # fmt: skip
-    """Write what this rank sends of its classes but the target: each row's logsumexp less t, -inf where ignored.
-
-    Rows whose sums left the safe range here go on the list, which is empty before, and where E is stored ignored rows
-    that are no numbers become 0. With ``shifted`` the listed rows alone get a new logsumexp, from sums relative to
-    their highest logit.
-    """
-    C, P = sum_CP.shape
-    _sum_rows[(C,)](
-        matrix(sum_CP), y_C, matrix(e_CV), lse_C, rows, used, C, SHIFTED=shifted, BLOCK=block_of(P), num_warps=4
-    )  # fmt: skip
-
-
-def finish_rows(
-    sums: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor | None, rows: Reports, transform: LogitTransform,
-    terms: RowTerms, *, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None, shifted: bool = False,
-    used: Used = ALL,
-) -> None:  # fmt: skip
-    """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
-
-    That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
-    list, which is empty before. ``sums`` are the GEMM's [C, P], or every rank's from `sum_rows` [W, 1, C], contiguous;
-    ``rows`` hold the target's logit, and take the results. ``e_CV`` is given with a factor, where this rank has
-    classes. With ``shifted`` the listed rows alone are done, relative to their ``highest``.
-    """
-    (C, D), several = x_CD.shape, sums.dim() == 3
-    parts = sums.shape[0 if several else 1]
-    _finish_rows[(C,)](
-        (sums, sums.stride(0), parts), y_C, factor_C, matrix(x_CD), scaled_CD, matrix(e_CV), rows, used, transform,
-        terms, C, RANKS=power_of_2(parts) * several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
-    )  # fmt: skip
-
-
-def prepare_rows(
-    lse_C: Tensor, miss_C: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor, transform: LogitTransform,
-    terms: RowTerms, width: int, numbers_4C: Tensor, *, scaled_CD: Tensor | None, used: Used = ALL,
-) -> None:  # fmt: skip
-    """From known lse and lse - t, write what E is recomputed with, so that s and s x are exact.
-
-    ``numbers_4C``, float32 and contiguous, takes the reference of the exponentials, E's entry at the target, s (a power
-    of two), and what the entry loses in rounding where it is one of this rank's ``width`` classes.
-    """
-    C, D = x_CD.shape
-    _prepare_rows[(C,)](
-        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, used, transform, terms, C, width,
-        BLOCK=block_of(D), num_warps=4,
-    )  # fmt: skip
 
 
 def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor, used: Used = ALL) -> None:
