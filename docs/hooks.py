@@ -32,7 +32,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)")
 CODE = re.compile(r"<(pre|a|h\d)\b.*?</\1>|<code>(?P<name>[\w.]+)(\(\))?</code>", re.DOTALL)
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 BREAK = re.compile(  # within a name or a call, not in a tag; within CamelCase of code
-    r"(?<=[a-zA-Z)])[._(=/](?=[a-zA-Z_&])(?![^<>]*>)|(?<=[a-z]{3})(?=[A-Z])(?=[^<>]*</code>)"
+    r"""(?<=[a-zA-Z)])[._(=/](?=[a-zA-Z_"])(?![^<>]*>)|(?<=[a-z]{3})(?=[A-Z])(?=[^<>]*</code>)"""
 )
 PAGES_OF_THE_ROOT = {
     "README.md": "index.md",
