@@ -114,23 +114,23 @@ class Chunks:
 
     def logits(self, x_CD: Tensor) -> Tensor:
         """Return the logits of these hidden states."""
-        head, V, cap = self.head, self.head.ranks.rows, self.head.softcap
+        head, V = self.head, self.head.ranks.rows
+        bias_V, scale, cap = (None, None, None) if self.raw else (head.bias_V, head.scale, head.softcap)
         z = self._logits[: len(x_CD), : self._columns]
-        z_V, biased = z[:, :V], head.bias_V is not None and not self.raw
-        if head.bias_V is not None and biased:
-            z_V.copy_(head.bias_V)
+        z_V, biased = z[:, :V], bias_V is not None
+        if bias_V is not None:
+            z_V.copy_(bias_V)
         if self.plan.logits_gemm == "blocks":
             wide_x = x_CD.to(head.wide)
             for part, w in self._blocks():
                 matmul_into(wide_x, w.T, z_V[:, part], add=biased)
         else:
             matmul_into(x_CD, self.weight_VD.T, z_V, add=biased)
-        if not self.raw and (head.scale is not None or cap is not None):
-            for part in slices(V, V if cap is None else self.plan.columns):  # on a CPU one operator is better than many
-                if head.scale is not None:
-                    z_V[:, part].mul_(head.scale)
-                if cap is not None:
-                    z_V[:, part].div_(cap).tanh_().mul_(cap)
+        if scale is not None:
+            z_V.mul_(scale)
+        if cap is not None:
+            for part in slices(V, self.plan.columns):
+                z_V[:, part].div_(cap).tanh_().mul_(cap)
         if self._columns > V:
             z[:, V:] = -torch.inf
         return z

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowtide.arguments import check_device, check_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, message
 from lowtide.head.call import Gradients, Head, SupportArgs, Wanted, axes_and
+from lowtide.head.engine import joined
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE, support_backend
 from lowtide.head.ranks import Alone
@@ -60,8 +61,7 @@ def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[s
                 f"support: expected ids from 0 to {V - 1}, or -1 for padding, got {int(ids[wrong[0, 0]])} at position"
                 f" {int(wrong[0, 0])} of the flattened ids. Check that tokenizer and head have the same vocabulary."
             )
-    chunks = [_statistics(head, args, tokens, keep) for tokens in _chunks(head, args)]
-    return chunks[0] if len(chunks) == 1 else {name: torch.cat([x[name] for x in chunks]) for name in chunks[0]}
+    return joined([(_statistics(head, args, tokens, keep), None) for tokens in _chunks(head, args)])[0]
 
 
 def _statistics(head: Head, args: SupportArgs, tokens: slice, keep: bool) -> dict[str, Tensor]:
