@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contract.function import Mode, leaves, trained
 from contract.parts import FUNCTIONS
-from lowtide import swiglu_mlp
+from lowtide import nn, swiglu_mlp
 from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise
 from promises import promise
@@ -118,6 +119,30 @@ def test_peaks(level: int, tile: int | None, joined: str, lora: bool) -> None:
         sizes = [event.bytes for event in seen.events if event.bytes > 0]
         assert sizes.count(kwargs["gate_weight"].nbytes) == 1
         assert sizes.count(kwargs["down_weight"].nbytes) == 1
+
+
+@pytest.mark.parametrize("shape", [(75, 50, 130, 3), (16, 64, 175, 3), (32, 32, 128, 5)])
+def test_a_step_of_a_stack_peaks_at_the_sum_in_the_docs(
+    shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, by the bytes that docs/mlp.md names; the second step adds to gradients."""
+    monkeypatch.setattr(elementwise, "PIECE", 1)
+    tokens, hidden, wide, layers = shape
+    X, B, w = 4 * tokens * hidden, 4 * tokens * wide, 4 * hidden * wide
+    W = 3 * layers * w
+    expected = (
+        2 * (W + X) + layers * (2 * B + X) + max(B + w, 2 * w, 3 * w - B) + X,
+        2 * (W + X) + layers * X + max(3 * B + w, 2 * B + 2 * w, B + 3 * w) + X,
+    )
+    for level, tile in itertools.product((0, 1), (None, tokens)):  # in the node of dense MLPs, and with options
+        stack = torch.nn.Sequential(*[nn.SwiGLU(hidden, wide, checkpoint_level=level) for _ in range(layers)])
+        for mlp in stack:
+            mlp.tile_tokens = tile
+        x, upstream = torch.randn(tokens, hidden, requires_grad=True), torch.randn(tokens, hidden)
+        stack(x).backward(upstream)
+        with track_allocations() as seen:
+            stack(x).backward(upstream)
+        assert 2 * (W + X) + seen.peak_bytes == expected[level]
 
 
 def test_a_retained_graph_costs_the_gradients_of_gate_and_up() -> None:
