@@ -100,9 +100,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ],
     "head": [
-        Mutant("head/plan.py", "-(-N // max(1, -(-N // rows))))", "N // max(1, -(-N // rows)))",
-               "head/test_plan.py -k one_length"),
-        Mutant("head/plan.py", "max(4096 // part, piece", "max(2048 // part, piece", "head/test_plan.py -k rule"),
+        Mutant("head/plan.py", "-(-evenly // tile) * tile", "rows", "head/test_plan.py -k one_length"),
+        Mutant("head/plan.py", "max(2 * ROWS, EXP_BYTES", "max(ROWS, EXP_BYTES", "head/test_plan.py -k rule"),
         Mutant("head/kernels/exp_rows.py", "total += tl.where(s == 0.0, 0.0, block.to(tl.float32) * s)",
                "total += tl.where(s == 0.0, 0.0, block.to(tl.float32))", "contract/test_kernels.py -k any_size"),
         Mutant("head/engine.py", "g_CV.sum(0, dtype=head.wide) if outside is None else outside @ g_CV",
@@ -141,7 +140,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                "if same_state(before, random_state(device)):", "head/test_apply.py -k coupled"),
         Mutant("head/apply.py", "                set_random_state(ctx.state, device)", "                pass",
                "head/test_apply.py -k random"),
-        Mutant("head/plan.py", "fixed = N * BYTES_PER_TOKEN + gemms", "fixed = gemms",
+        Mutant("head/plan.py", "fixed = N * BYTES_PER_TOKEN + block", "fixed = block",
                "contract/test_memory.py -k workspace"),
         Mutant("head/backends.py", "targets > MOST_TARGETS", "targets >= MOST_TARGETS",
                "head/test_plan.py -k implementation"),
@@ -364,7 +363,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "return scale, summed", "distributed/test_heads.py -k option",
         ),
         Mutant(
-            "head/ranks.py", "rows = (plan.product_rows or plan.chunk_rows) // self.size",
+            "head/ranks.py", "rows = plan.product_rows // self.size",
             "rows = plan.chunk_rows // self.size", "distributed/test_heads.py -k kernels",
         ),
         Mutant(

@@ -47,7 +47,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
         if backend == "exp":
             return replace(
                 plan, backend="exp", accumulate="input", schedule=of_kind, columns=24 if blocks else 10**6,
-                sum_rows=17, product_rows=CHUNK if blocks else 3, **rows,
+                product_rows=CHUNK if blocks else 3, **rows,
             )  # fmt: skip
         return replace(plan, backend=backend, **rows, **gemms)
 
@@ -66,7 +66,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
         """As many rows of each rank's part, in both passes alike: two chunks of two pieces."""
         rows = 2 * ranks
         pieces = rows if plan.schedule == "blocks" else ranks
-        return replace(plan, chunk_rows=rows, sum_rows=rows, product_rows=pieces, chunks=-(-plan.rows // rows))
+        return replace(plan, chunk_rows=rows, product_rows=pieces, chunks=-(-plan.rows // rows))
 
     def pair_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
         student, teacher = of_pair(head, args, n, wanted, stored=stored)

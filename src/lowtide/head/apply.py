@@ -25,7 +25,7 @@ from lowtide.head.call import Gradients, Head, Wanted, check_mask, checked_call
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, narrow_view, run
 from lowtide.head.nodes import scaled
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, evenly, plan_head
+from lowtide.head.plan import HeadPlan, chunk_of, plan_head
 from lowtide.head.ranks import VocabShard
 from lowtide.head.rows import Rows, slices, take_leading
 
@@ -346,7 +346,7 @@ class FunctionTerms(Terms):
             self._compare(own_cV, share)
         c, target_cV = len(own_cV), narrow_view(own_cV, self.head.dtype) if self.narrowed else own_cV
         # what the function makes of no rows at all tells dtypes and shapes
-        for piece in list(slices(c, evenly(c, self.plan.piece_rows))) or [slice(0, 0)] * (self.form is None):
+        for piece in list(slices(c, chunk_of(c, self.plan.piece_rows, 1))) or [slice(0, 0)] * (self.form is None):
             self._run(own_cV[piece], target_cV[piece], slice(share.start + piece.start, share.start + piece.stop))
         if self._into is not None and self.anchor is not None and not ranks.alone:
             z[:, : ranks.rows] = ranks.own_classes(own_cV, len(z))

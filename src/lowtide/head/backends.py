@@ -21,17 +21,17 @@ _WHY = {  # the first implementation of each kind of work runs
 }
 
 
-def choose(work: str, asked: str, where: str = "", **why_not: str | None) -> tuple[str, str]:
+def choose(work: str, asked: str, **why_not: str | None) -> tuple[str, str]:
     """Return the implementation that runs, "exp", "row" or "torch", and why; ``asked`` is `HeadOptions.backend`.
 
     ``why_not`` says why each implementation that exists for this work cannot run, or None, the fastest first; "torch"
-    can. An explicit one that cannot is an error, with ``where`` after the accepted names.
+    can. An explicit one that cannot is an error.
     """
     reason, can = _WHY[work], ("auto", *why_not, "torch")
     against = why_not.get(asked) if asked in can else f"its kernels are not for {work}"
     if against:
         *names, last = (repr(name) for name in can if name != asked)
-        raise UnsupportedError(message("backend", f"{', '.join(names)} or {last}{where}", repr(asked), f"{against}."))
+        raise UnsupportedError(message("backend", f"{', '.join(names)} or {last}", repr(asked), f"{against}."))
     if why_not and asked != "auto":
         return asked, "requested explicitly"
     for name, found in why_not.items():
@@ -58,9 +58,10 @@ def why_not_exp(
     if no_triton or dtype != torch.bfloat16:
         return no_triton or f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
     gpu = capability or _capability(device)
-    is_new = HOPPER <= gpu < TOO_SMALL
     reasons = {
-        f"its loads and tiles need compute capability 9.0 to below 12, and this GPU has {gpu}": not is_new,
+        f"its loads and tiles need compute capability 9.0 to below 12, and this GPU has {gpu}": not HOPPER
+        <= gpu
+        < TOO_SMALL,
         f"TMA takes rows whose length is a multiple of 16 bytes, and the hidden size is {D}": D < 8 or D % 8 > 0,
         "the vocabulary is empty": V < 1,
         "TMA takes rows that start at multiples of 16 bytes, and the weight's do not": not weight_fits,

@@ -136,7 +136,7 @@ def checked_call(
     refuse_transforms(function, input, linear_weight, linear_bias, logit_scale, instead=NAIVE)
     options = check_options(options)
     dtype = check_head(input, linear_weight, linear_bias)
-    is_one = isinstance(logit_scale, int | float) and not isinstance(logit_scale, bool) and logit_scale == 1
+    is_one = type(logit_scale) in (int, float) and logit_scale == 1
     scale = None if is_one else scalar_tensor("logit_scale", logit_scale, torch.float64)
     ranks: Ranks | Alone = Alone(linear_weight.shape[0])
     if vocab_shard is not None or is_dtensor(input) or is_dtensor(linear_weight):

@@ -62,17 +62,16 @@ class HeadOptions:
     skip: float | None = None
 
     def __post_init__(self) -> None:
-        mib: object = self.workspace_mib
-        if mib is not None:
-            if isinstance(mib, bool) or not isinstance(mib, Real):
-                raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
-            if not 0 < float(mib) < math.inf:
-                raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
-        error: object = self.skip
-        if error is not None and (isinstance(error, bool) or not isinstance(error, Real)):
-            raise ArgumentTypeError(message("skip", "a relative error or None", f"{error!r}"))
-        if error is not None and not 0 < float(error) < 1:
-            raise ArgumentValueError(message("skip", "a number above 0 and below 1, or None", f"{error!r}"))
+        numbers = (
+            ("workspace_mib", "a number of MiB", math.inf, "a finite number above 0"),
+            ("skip", "a relative error", 1, "a number above 0 and below 1"),
+        )
+        for name, what, end, expected in numbers:
+            value: object = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise ArgumentTypeError(message(name, f"{what} or None", f"{value!r}"))
+            if value is not None and not 0 < float(value) < end:
+                raise ArgumentValueError(message(name, f"{expected}, or None", f"{value!r}"))
         names = {"accumulate": Accumulate, "backend": Backend, "gradient": Gradient, "ignored_tokens": IgnoredTokens}
         for name, kind in names.items():
             allowed, got = get_args(kind), getattr(self, name)

@@ -347,7 +347,7 @@ class SpreadRanks(Ranks):
         tokens = torch.arange(N, device=self._device).view(*self._leading)
         tokens = self._filled(tokens, self.size * self._length, N)
         parts_WL = torch.stack(torch.split(tokens, self._length, axis)).flatten(1)
-        rows = (plan.product_rows or plan.chunk_rows) // self.size  # a piece's, of each part
+        rows = plan.product_rows // self.size  # a piece's, of each part
         return torch.cat([piece.reshape(-1) for piece in torch.split(parts_WL, rows, 1)])
 
     def hidden(self, input: Any) -> Any:

@@ -16,7 +16,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexErr
 from lowtide.head.call import Gradients, Head, SupportArgs, Wanted, axes_and
 from lowtide.head.engine import joined
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.plan import CPU_WORKSPACE, MIB, SUPPORT_WORKSPACE, support_backend
+from lowtide.head.plan import CPU_WORKSPACE, GPU_WORKSPACE, MIB, support_backend
 from lowtide.head.ranks import Alone
 from lowtide.head.rows import looks_at_numbers, slices, take_rows
 from lowtide.head.terms.cross_entropy import check_classes
@@ -134,7 +134,7 @@ def _products(head: Head) -> tuple[Callable[..., Any], ...]:
 def _chunks(head: Head, args: SupportArgs) -> list[slice]:
     """Return the tokens of each chunk, the same on every rank: sorting ids and their logits take memory."""
     (N, K), D = args.ids.shape, head.input.shape[-1]
-    workspace: float = CPU_WORKSPACE if head.input.device.type == "cpu" else SUPPORT_WORKSPACE
+    workspace: float = CPU_WORKSPACE if head.input.device.type == "cpu" else GPU_WORKSPACE
     if head.workspace_mib is not None:
         workspace = head.workspace_mib * MIB
     of_id = 104 + D // 32 + 4 * head.ranks.size

@@ -54,7 +54,7 @@ class TiledCrossEntropy(CrossEntropy):
             numbers = super().forward(factors)
             self._end(self._into)
             return numbers
-        self._store_sums(min(self.plan.sum_rows, self.plan.rows))
+        self._store_sums(min(self.plan.chunk_rows, self.plan.rows))
         self._saved = self.weight_VD.new_empty(self.head.tokens, 2, self.tiles)
         return super().forward(None) | {"tiles": self._saved, "classes": self.order}
 

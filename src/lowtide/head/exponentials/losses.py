@@ -192,7 +192,7 @@ class CrossEntropy(Exponentials):
         """
         plan, self._factors = self.plan, factors
         in_chunks = factors is not None and plan.schedule == "chunks"
-        rows = min(plan.chunk_rows if in_chunks else plan.sum_rows, plan.rows)
+        rows = min(plan.chunk_rows, plan.rows)
         if in_chunks:
             self._allocate(rows)
         found = self._new(3, len(self.y_n))

@@ -37,7 +37,7 @@ class TileStatistics(Exponentials):
         are 0.
         """
         self.topk = topk
-        self.want, rows = [name for name in stats.WANTED if name in want], self.plan.sum_rows
+        self.want, rows = [name for name in stats.WANTED if name in want], min(self.plan.chunk_rows, self.plan.rows)
         self.sums = stats.Sums.of(self._new(3 + len(self.want), rows, self.tiles), self.want)
         found = self._room(len(self.y_nK)) | self._room_for_highest(len(self.y_nK))
         self._find(rows, self.y_nK.clamp(min=0).contiguous(), found)
