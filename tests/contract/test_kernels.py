@@ -277,6 +277,30 @@ def test_fp16_gradients_for_any_factor(gradient: Any, factor: float, logit_scale
             assert relative_error(g, t) < 2e-3 + 2 * relative_error(t.half(), t)
 
 
+@both_schedules
+def test_tokens_sure_or_lost_by_any_margin() -> None:
+    """Row by row losses and gradients keep their digits, whatever a weight leaves of them."""
+    sure, lost = torch.tensor([80.0, 60, 16, 6]), torch.tensor([0.0, 6, 16, 40, 60, 87.5, 300])
+    factors = torch.tensor([1.5, 2.0**-110, 2.0**30])
+    g = torch.cat([torch.ones(len(sure)), factors.repeat_interleave(len(lost))])
+    x, w, y = torch.zeros(len(g), 16), 256 * torch.eye(13, 16), torch.zeros(len(g), dtype=torch.int64)
+    x[: len(sure), 0], x[len(sure) :, 1] = sure / 256, lost.repeat(len(factors)) / 256
+    exact = x.double().requires_grad_()
+    z = exact @ w.double().T
+    want = torch.nn.functional.softplus((z[:, 1:] - z[:, :1]).logsumexp(1))
+    (want_x,) = torch.autograd.grad(want, exact, g.double())
+    x.requires_grad_()
+    w.requires_grad_()
+    torch.testing.assert_close(-linear_logprobs(x, w, y).double(), want, rtol=1e-5, atol=0)
+    for loss in (
+        linear_cross_entropy(x, w, y, token_weight=g, reduction="sum"),
+        -(linear_logprobs(x, w, y) * g).sum(),
+    ):
+        got_x, got_w = torch.autograd.grad(loss, (x, w))
+        assert ((got_x.double() - want_x).norm(dim=1) <= 1e-4 * want_x.norm(dim=1)).all()
+        assert got_w.isfinite().all()
+
+
 def tokens_of_every_kind(V: int, **choice: Any) -> Arguments:
     """Return ordinary tokens, sure ones, lost ones, ignored ones that hold anything, and some of hardly any weight."""
     choice |= {"leading": (22,), "token_weight": True, "reduction": "sum"}
