@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lowtide.head.engine import matmul_into
-from lowtide.head.kernels.gradient_gemms_hopper import InputRows
 from lowtide.skip.kernels.ordered import COLUMNS
 
 SIGNS = 16
@@ -26,7 +25,6 @@ class Comparison:
         self._parts = _in_two(self._weight, w_VD.dtype)
         self._input = torch.zeros(tokens, SIGNS, dtype=torch.float32, device=w_VD.device)  # from all tiles
         self._sum = w_VD.new_empty(V, 2 * SIGNS, dtype=torch.float32)
-        self._begun = False
 
     def _mixed(self, x: Tensor) -> Tensor:
         """Return ``x R`` in float32."""
@@ -34,27 +32,20 @@ class Comparison:
         matmul_into(x, self._signs.to(x.dtype), out, add=False)
         return out
 
-    def see_input(self, e_CV: Tensor, ends: InputRows) -> None:
-        """Take a chunk's part of dX."""
+    def see_input(self, e_CV: Tensor, to_C: Tensor, s_C: Tensor, y_C: Tensor, rest_C: Tensor) -> None:
+        """Take a chunk's part of dX, of the tokens ``to_C``."""
         both = self._weight.new_empty(len(e_CV), 2 * SIGNS)
         matmul_into(e_CV, self._parts, both, add=False)
-        assert ends.to is not None
-        assert ends.s is not None
-        assert ends.y is not None
-        assert ends.rest is not None
-        own, s = ends.rest[:, None] * self._weight[ends.y.clamp(min=0).long()], ends.s[:, None]
-        right = ((both[:, :SIGNS] + both[:, SIGNS:] + own) * s).where((ends.y >= 0)[:, None] & (s != 0), 0)
-        self._input.index_copy_(0, ends.to.long(), right)
+        own, s = rest_C[:, None] * self._weight[y_C.clamp(min=0).long()], s_C[:, None]
+        right = ((both[:, :SIGNS] + both[:, SIGNS:] + own) * s).where((y_C >= 0)[:, None] & (s != 0), 0)
+        self._input.index_copy_(0, to_C, right)
 
-    def see_weight(self, e_CV: Tensor, scaled_CD: Tensor, y_C: Tensor) -> None:
-        """Take a chunk's part of dW."""
+    def see_weight(self, e_CV: Tensor, scaled_CD: Tensor, y_C: Tensor, *, add: bool) -> None:
+        """Take a chunk's part of dW; all but the first add theirs."""
         mixed = self._mixed(scaled_CD).where((y_C >= 0)[:, None], 0)  # the rest may be an earlier chunk's
-        matmul_into(e_CV.t(), _in_two(mixed, scaled_CD.dtype), self._sum, add=self._begun)
-        self._begun = True
+        matmul_into(e_CV.t(), _in_two(mixed, scaled_CD.dtype), self._sum, add=add)
 
-    def errors(
-        self, input_ND: Tensor | None, sum_VD: Tensor | None, shared_PD: Tensor | None, sizes_P: Tensor
-    ) -> Tensor:
+    def errors(self, input_ND: Tensor | None, sum_VD: Tensor | None, shared_PD: Tensor, sizes_P: Tensor) -> Tensor:
         """Return what dX and dW are off by, relative [2]: 0 where there is none, no number where it is 0.
 
         ``sum_VD`` is dW of all chunks, without what the rows of each tile share, as many as ``sizes_P``.
@@ -62,7 +53,7 @@ class Comparison:
         off_input = off_weight = self._input.new_zeros(())
         if input_ND is not None:
             off_input = _relative(self._mixed(input_ND), self._input)
-        if sum_VD is not None and shared_PD is not None:
+        if sum_VD is not None:
             found = self._mixed(sum_VD)
             shared = shared_PD @ self._signs.float() / sizes_P[:, None]
             found += shared.repeat_interleave(COLUMNS.value, 0)[: len(found)]

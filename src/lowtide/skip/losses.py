@@ -6,17 +6,16 @@ tile sums to; which tiles stay then follows from these sums and the upstream gra
 recomputed.
 """
 
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.head.call import Gradients, Head
 from lowtide.head.engine import matmul_into
-from lowtide.head.exponentials.losses import CrossEntropy, Piece
-from lowtide.head.kernels import exp_rows, hopper
-from lowtide.head.kernels.exp_logits import ExpRows, Listed
-from lowtide.head.kernels.gradient_gemms_hopper import InputRows, room_for
+from lowtide.head.exponentials.losses import Chunk, CrossEntropy
+from lowtide.head.kernels import exp_rows
+from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.skip.choice import choose, save_tiles, sizes_of_tiles, take_tiles
@@ -39,165 +38,130 @@ class TiledCrossEntropy(CrossEntropy):
         ordered.put_in_order(head.weight_VD, self.order, weight_VD, self.mean_PD)
         bias_V = None if head.bias_V is None else head.bias_V.index_select(0, self.order[1:])
         super().__init__(head._replace(weight_VD=weight_VD, bias_V=bias_V), loss, plan)
-        self._shared_PD: Tensor | None = None  # what the rows of each tile of dW share
-        self._sums = self._new(0)
+        self._tokens: Any = loss.rows.index
+        self.planes = 2 if head.softcap is None else 3
         self._tile_sizes = sizes_of_tiles(V, weight_VD.device)
-        self._reported = self._new(3).zero_()  # the sum over chunks: see `choose`
-        self._comparison: Comparison | None = None
-        self._seen: Tensor | None = None  # the sums of the tokens' probabilities
-        self._listed: Listed | None = None  # tiles of E that are computed, where others need not be
-
-    def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
-        """See `CrossEntropy.forward`; without factors also what backward needs: "tiles" and the order of "classes"."""
-        self.remembered.skipped += 1
-        if factors is not None:
-            numbers = super().forward(factors)
-            self._end(self._into)
-            return numbers
-        self._store_sums(min(self.plan.chunk_rows, self.plan.rows))
-        self._saved = self.weight_VD.new_empty(self.head.tokens, 2, self.tiles)
-        return super().forward(None) | {"tiles": self._saved, "classes": self.order}
-
-    def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
-        """See `CrossEntropy.gradients`; what flows back to an ignored token may be NaN."""
-        super().gradients(factor_n.where(self.y_n >= 0, 0), into, known)
-        self._end(into)
-
-    def _allocate(self, rows: int) -> None:
-        super()._allocate(rows)
-        assert self._e is not None
-        self._begin(rows, self._e)
-        self._store_sums(rows)
 
     def hidden(self, part: slice) -> Tensor:
         """See `Exponentials.hidden`: what an ignored token's state holds would reach the choice of tiles."""
         return super().hidden(part).masked_fill_((self.y_n[part] < 0)[:, None], 0)
 
-    def _take_factors(self) -> None:
-        begins = self._factors is not None
-        super()._take_factors()
-        if begins and self._scaled is not None:
-            self._scaled.zero_()  # it is multiplied whole
+    def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
+        """See `CrossEntropy.forward`; without factors also what backward needs: "tiles" and the order of "classes"."""
+        self.remembered.skipped += 1
+        if factors is not None:
+            return super().forward(factors)
+        self._saved = self.weight_VD.new_empty(self.head.tokens, 2, self.tiles)
+        return super().forward(None) | {"tiles": self._saved, "classes": self.order}
 
-    def _begin(self, rows: int, e_CV: Tensor) -> None:
-        """Make what the gradients of chunks of so many rows share."""
-        self.remembered.total.zero_()
-        if self.remembered.compares:
-            self._comparison = Comparison(self.weight_VD, self.head.tokens)
-            e_CV.zero_()  # it is read whole
-        if self.remembered.sees:
-            self._seen = torch.zeros_like(self._new(self.width))
-        self._meeting = room_for(e_CV.device)
-        self._mass = self.mean_PD.new_empty(rows, padded(self.tiles))
+    def finish(self, chunk: Chunk, factor_C: Tensor | None = None, scaled_CD: Tensor | None = None) -> None:
+        """See `CrossEntropy.finish`; without a factor save what each tile sums to."""
+        super().finish(chunk, factor_C, scaled_CD)
+        if factor_C is None:
+            saved = save_tiles(chunk.sums, *_of_stored(chunk), chunk.rows.miss, chunk.y_C, self._tile_sizes)
+            self._saved.index_copy_(0, self._tokens[chunk.part], saved.to(self._saved.dtype))
 
-    def _store_sums(self, rows: int) -> None:
-        self._of_stored = self._new(1 if self.head.softcap is None else 2, rows, self.tiles)
-
-    def _finish(
-        self, piece: Piece, factor_C: Tensor | None = None, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None
-    ) -> None:
-        super()._finish(piece, factor_C, e_CV, scaled_CD)
-        sums, rows = self._sums[: len(piece.y_C)], piece.rows
-        _, _, squares, masses, *_ = (*self._stored(len(piece.y_C)), sums)
-        assert squares is not None
-        assert self.index is not None
-        if e_CV is None:
-            saved = save_tiles(sums, masses, squares, rows.miss, piece.y_C, self._tile_sizes)
-            self._saved.index_copy_(0, self.index[piece.part].long(), saved.to(self._saved.dtype))
-        else:
-            entry = e_CV.gather(1, piece.y_C.clamp(min=0).long()[:, None])[:, 0].float() + rows.rest
-            self._choose(piece.y_C, rows.s, entry, masses, squares)
+    def in_chunks(self, factors: RowFactors, found: Tensor) -> None:
+        """See `CrossEntropy.in_chunks`."""
+        rows = min(self.plan.chunk_rows, self.plan.rows)
+        sums = self.new(self.planes, rows, self.tiles)
+        self.factor_n, into = factors()
+        e, scaled = self._begin(rows, into)
+        for chunk in self.chunks(rows):
+            self.begin(chunk, found, sums, e)
+            scaled_CD = None if scaled is None else scaled[: len(chunk.x_CD)]
+            self.finish(chunk, self.factor_n[chunk.part], scaled_CD)
+            s_C, y_C, rest_C = chunk.of_input
+            entry_C = chunk.e_CV.gather(1, y_C.clamp(min=0).long()[:, None])[:, 0].float() + rest_C
+            self._choose(chunk, entry_C, *_of_stored(chunk))
             if self._seen is not None:
-                sizes = self._sizes()[piece.part]
-                self._see(piece, e_CV, (rows.s / sizes).where((rows.s != 0) & (sizes != 0), 0))
+                sizes = self._sizes_n[chunk.part]
+                self._see(chunk, (s_C / sizes).where((s_C != 0) & (sizes != 0), 0))
+            self._add(chunk, scaled_CD, into)
+            del chunk  # and its memory, before the next is made
+        self._end(into)
 
-    def _see(self, piece: Piece, e_CV: Tensor, factor_C: Tensor) -> None:
-        """Add up a chunk's probabilities, E times a factor of each row, and 1 at the target."""
-        assert self._seen is not None
-        exp_rows.add_column_sums(e_CV, factor_C, self._seen, self.used(piece.part))
-        times = torch.zeros_like(self._seen, dtype=torch.int32)
-        self._seen += times.scatter_add_(0, piece.y_C.clamp(min=0).long(), (piece.y_C >= 0).int())
+    def recompute(self, into: Gradients) -> None:
+        """Add up the gradients, with a chunk's E over the whole vocabulary in memory."""
+        self.factor_n = self.factor_n.where(self.y_n >= 0, 0)  # what flows back to an ignored token may be NaN
+        rows, known = min(self.plan.chunk_rows, self.plan.rows), self.known
+        e, scaled = self._begin(rows, into)
+        for chunk in self.chunks(rows):
+            part, C = chunk.part, len(chunk.x_CD)
+            scaled_CD, chunk.e_CV = None if scaled is None else scaled[:C], e[:C, : self.width]
+            self.prepare(chunk, scaled_CD)
+            factor_C = torch.exp(known["lse"][part] - chunk.entries.reference)
+            tiles = take_tiles(known["tiles"][self._tokens[part]], factor_C, self._tile_sizes)
+            self._choose(chunk, chunk.entries.coefficient, *tiles)
+            if self._comparison is None and self._seen is None and into.bias_V is None:
+                self.listed = lists.list_tiles(self._flags)
+            self.fill(chunk, self.weight_VD, chunk.e_CV, slice(0, self.width))
+            if self._seen is not None:
+                self._see(chunk, (1 / factor_C).where(chunk.of_input[0] != 0, 0))
+            self._add(chunk, scaled_CD, into)
+            del chunk
+        self._end(into)
 
-    def _sizes(self) -> Tensor:
-        """Return the rows' factors with the logits' scale and the targets' class weights, as gradients have them."""
-        sizes = self._factor_n if self.transform.scale is None else self._factor_n * self.transform.scale
-        return sizes if self.terms.own is None else sizes * self.terms.own
+    def _begin(self, rows: int, into: Gradients) -> tuple[Tensor, Tensor | None]:
+        """Return memory for a chunk's E and s x, and make what the gradients of all chunks share."""
+        (V, D), new, known, trained = self.weight_VD.shape, self.weight_VD.new_empty, self.remembered, into.weight_VD
+        e, scaled = new(rows, padded(V)), None if trained is None else new(rows, D).zero_()  # it is multiplied whole
+        sizes = self.factor_n if self.transform.scale is None else self.factor_n * self.transform.scale
+        self._sizes_n = sizes if self.terms.own is None else sizes * self.terms.own  # as gradients have them
+        total = self._sizes_n.abs().sum()
+        self._sum_of_sizes = total.where(total != 0, 1)
+        known.total.zero_()
+        self._reported = self.new(3).zero_()  # the sum over chunks: see `choose`
+        self._comparison = Comparison(self.weight_VD, self.head.tokens) if known.compares else None
+        if known.compares:
+            e.zero_()  # it is read whole
+        self._seen = self.new(V).zero_() if known.sees else None  # the sums of the tokens' probabilities
+        self._meeting, self._mass = room_for(e.device), new(rows, padded(self.tiles))
+        self._shared_PD = self.new(*self.mean_PD.shape)  # what the rows of each tile of dW share
+        return e, scaled
 
-    def _choose(self, y_C: Tensor, s_C: Tensor, entry_C: Tensor, masses_CP: Tensor, squares_CP: Tensor) -> None:
+    def _choose(self, chunk: Chunk, entry_C: Tensor, masses_CP: Tensor, squares_CP: Tensor) -> None:
         """Decide which of a chunk's tiles are kept: see `choose`; ``entry_C`` are the targets' entries, unrounded."""
-        self._mass_CP = self._mass[: len(y_C), : self.tiles]
-        s_C, threshold = s_C / self._sum_of_sizes, self.remembered.threshold
-        kept, reported = choose(masses_CP, squares_CP, y_C, s_C, entry_C, self._tile_sizes, threshold, self._mass_CP)
+        s_C, y_C, _ = chunk.of_input
+        self._mass_CP, threshold = self._mass[: len(y_C), : self.tiles], self.remembered.threshold
+        of_rows = masses_CP, squares_CP, y_C, s_C / self._sum_of_sizes, entry_C
+        kept, reported = choose(*of_rows, self._tile_sizes, threshold, self._mass_CP)
         self._reported += reported
         self._flags = kept.int()
         self._lists = lists.list_kept(self._flags, self.weight_VD.shape[1], self.remembered.total)
 
-    @cached_property
-    def _sum_of_sizes(self) -> Tensor:
-        total = self._sizes().abs().sum()
-        return total.where(total != 0, 1)
+    def _see(self, chunk: Chunk, factor_C: Tensor) -> None:
+        """Add up a chunk's probabilities, E times a factor of each row, and 1 at the target."""
+        assert self._seen is not None
+        exp_rows.add_column_sums(chunk.e_CV, factor_C, self._seen, self.used(chunk.part))
+        times, y_C = torch.zeros_like(self._seen, dtype=torch.int32), chunk.of_input[1]
+        self._seen += times.scatter_add_(0, y_C.clamp(min=0).long(), (y_C >= 0).int())
 
-    def _input_rows(self, piece: Piece, e_CV: Tensor, ends: InputRows) -> None:
-        if self._comparison is not None:
-            self._comparison.see_input(e_CV, ends)
-        gemms_hopper.input_grad(
-            e_CV, self.weight_VD, self._mass_CP, self.mean_PD, ends, self._lists, self._meeting,
-            self.used(piece.part),
-        )  # fmt: skip
-
-    def weight_product(self, part: slice, e_CB: Tensor, scaled_CD: Tensor, out_BD: Tensor, *, add: bool) -> None:
-        """See `Exponentials.weight_product`."""
-        if self._comparison is not None:
-            self._comparison.see_weight(e_CB, scaled_CD, self.y_n[part])
-        gemms_hopper.weight_grad(e_CB, scaled_CD, out_BD, self._lists, add=add)
-        first = self._shared_PD is None
-        if self._shared_PD is None:
-            self._shared_PD = self._new(*self.mean_PD.shape)
-        matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=not first)
-
-    def recompute(self, into: Gradients) -> None:
-        """Add up the gradients, with a chunk's E over the whole vocabulary in memory."""
-        (V, D), index, known = self.weight_VD.shape, self.index, self.known
-        assert index is not None
-        longest = min(self.plan.chunk_rows, self.plan.rows)
-        new = self.weight_VD.new_empty
-        e, scaled = new(longest, padded(V)), new(longest, D).zero_()
-        self._begin(longest, e)
-        for piece in self.chunks(longest):
-            C = len(piece.x_CD)
-            e_CV, scaled_CD = e[:C, :V], scaled[:C]
-            self.prepare(piece, scaled_CD)
-            reference, entry, s, rest = piece.rows
-            factor = torch.exp(known["lse"][piece.part] - reference)
-            sums, squares = take_tiles(known["tiles"][index[piece.part]], factor, self._tile_sizes)
-            self._choose(piece.y_C, s, entry, sums, squares)
-            if self._comparison is None and self._seen is None and into.bias_V is None:
-                self._listed = lists.list_tiles(self._flags)
-            self.fill(piece, self.weight_VD, e_CV, 0)
-            if self._seen is not None:
-                self._see(piece, e_CV, (1 / factor).where(s != 0, 0))
-            if into.input_ND is not None:
-                self._input_rows(piece, e_CV, self.ends(piece, s, rest, into.input_ND))
-            self.add_to_head(piece.part, e_CV, scaled_CD, s, into, slice(None))
-
-    def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
-        """See `CrossEntropy.exponentials`."""
-        if self._listed is None or not self.hopper:
-            super().exponentials(piece, w_VD, e_CV, rows)
-        else:
-            used = self.used(piece.part)
-            hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used, listed=self._listed)
+    def _add(self, chunk: Chunk, scaled_CD: Tensor | None, into: Gradients) -> None:
+        """Add a chunk's gradients: from the tiles that are kept, and from what stands for the others."""
+        e_CV, used, comparison, add = chunk.e_CV, self.used(chunk.part), self._comparison, chunk.part.start > 0
+        if into.input_ND is not None:
+            if comparison is not None:
+                comparison.see_input(e_CV, self._tokens[chunk.part], *chunk.of_input)
+            operands, ends = (e_CV, self.weight_VD, self._mass_CP, self.mean_PD), self.ends(chunk, into.input_ND)
+            gemms_hopper.input_grad(*operands, ends, self._lists, self._meeting, used)
+        if scaled_CD is not None and into.weight_VD is not None:
+            if comparison is not None:
+                comparison.see_weight(e_CV, scaled_CD, chunk.of_input[1], add=add)
+            gemms_hopper.weight_grad(e_CV, scaled_CD, into.weight_VD, self._lists, add=add)
+            matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=add)
+        if into.bias_V is not None:
+            exp_rows.add_column_sums(e_CV, chunk.of_input[0], into.bias_V, used)
 
     def _end(self, into: Gradients) -> None:
         """Measure the errors, and put the gradients into the classes' own order."""
-        errors = None
+        errors, classes = None, self.order[1:].long()
         if self._comparison is not None:
             errors = self._comparison.errors(into.input_ND, into.weight_VD, self._shared_PD, self._tile_sizes)
-        classes = self.order[1:].long()
         if self._seen is not None:
             seen = self._seen.nan_to_num(0, 0, 0).clamp(min=0)
             self.remembered.see(torch.empty_like(seen).index_copy_(0, classes, seen))
-        if into.weight_VD is not None and self._shared_PD is not None:
+        if into.weight_VD is not None and self.plan.rows:
             narrow = self._weight_dtype == self.weight_VD.dtype
             out = self.weight_VD if narrow else torch.empty_like(into.weight_VD)
             ordered.put_back(into.weight_VD, self._shared_PD, self.order, out)
@@ -205,3 +169,9 @@ class TiledCrossEntropy(CrossEntropy):
         if into.bias_V is not None:
             into.bias_V = torch.empty_like(into.bias_V).index_copy_(0, classes, into.bias_V)
         self.remembered.end(self._reported, errors)
+
+
+def _of_stored(chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """Return what a chunk's E, as it is stored, sums to in each tile, and its squares: see `ExpRows`."""
+    tiles = chunk.entries
+    return tiles.sums if tiles.masses is None else tiles.masses, tiles.squares

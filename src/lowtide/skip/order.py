@@ -9,18 +9,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lowtide.head.call import Head
 from lowtide.head.rows import Rows
 
 
-def rows_by_target(
-    rows: Rows, y_N: Tensor, unit_N: Tensor, order: Tensor, chunk_rows: int
+def sorted_rows(
+    head: Head, rows: Rows, y_N: Tensor, unit_N: Tensor, chunk_rows: int, order: Tensor | None
 ) -> tuple[Rows, Tensor, Tensor]:
     """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count.
+
+    ``order``: of the classes, which forward has saved for backward; None: in forward.
 
     Those of a chunk are in the order of their targets: a tile of rows then has few, and tokens that are alike. Every
     chunk has its part of all targets, so that what a class gets of its own tokens and of the others meets in one sum,
     and not when it has been rounded. Ignored tokens are last.
     """
+    order = head.remembered.order if order is None else order
     V, classes = len(order) - 1, order[1:].long()
     in_turn = torch.arange(V, dtype=order.dtype, device=order.device)
     place_of = torch.empty_like(in_turn).index_copy_(0, classes, in_turn)

@@ -1,15 +1,13 @@
 """What the head takes from this room: the one file of it that the head imports, and that no file of the room does."""
 
 import torch
-from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import skips_ignored
 from lowtide.head.call import Head
-from lowtide.head.rows import Rows
 from lowtide.skip.losses import TiledCrossEntropy
 from lowtide.skip.memory import leaf_of, remembered_of
-from lowtide.skip.order import rows_by_target
+from lowtide.skip.order import sorted_rows
 
 __all__ = ["OPERANDS", "TiledCrossEntropy", "begin", "sorted_rows"]
 
@@ -36,14 +34,3 @@ def begin(head: Head) -> Head:
         return head
     known = remembered_of(head.weight_VD, head.skip)
     return head._replace(remembered=known, ignored_tokens="skip") if known.begin() else head
-
-
-def sorted_rows(
-    head: Head, rows: Rows, y_N: Tensor, unit_N: Tensor, chunk_rows: int, order: Tensor | None
-) -> tuple[Rows, Tensor, Tensor]:
-    """Return the rows in the order in which a loss that skips takes them, their targets, and what they count.
-
-    ``order``: of the classes, which forward has saved for backward; None: in forward.
-    """
-    order = head.remembered.order if order is None else order
-    return rows_by_target(rows, y_N, unit_N, order, chunk_rows)

@@ -1,36 +1,38 @@
 """The exponential path where ranks share the vocabulary: chunks in pieces, and what is exchanged between their GEMMs.
 
-While a few numbers a row of one piece are under way, the next one's GEMM runs. Names: n rows, C rows of a piece, D
-hidden size, V classes of this rank, K targets a token.
+While a few numbers a row of one piece are under way, the next one's GEMM runs. Names: n rows, C rows of a chunk or a
+piece, D hidden size, V classes of this rank, K targets a token.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowtide.head.call import Gradients, Head
-from lowtide.head.exponentials.losses import CrossEntropy, Exponentials, Piece, aligned_rows
+from lowtide.head.exponentials.losses import Chunk, CrossEntropy, Exponentials, aligned_rows, target_logits
 from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.kernels import exp_rows
+from lowtide.head.kernels.exp_logits import ExpRows
 from lowtide.head.kernels.gemm import matrix
 from lowtide.head.kernels.gradient_gemms_hopper import Room, room_for
-from lowtide.head.plan import HeadPlan
-from lowtide.head.ranks import Exchange
+from lowtide.head.plan import padded
 from lowtide.head.rows import input_is_copied, slices
-from lowtide.head.terms.loss import Loss
+from lowtide.head.terms.loss import RowFactors
 from lowtide.head.terms.statistics import merged, packed
+
+_Begun = TypeVar("_Begun")
 
 
 @dataclass(kw_only=True)
-class Part(Piece):
+class Piece(Chunk):
     """Some rows of a chunk."""
 
-    closes: bool  # whether they are the chunk's last
-    memory: Any = None  # of its rows' numbers
+    at: slice  # among the chunk's
     received: Any = None  # returns what was exchanged last
 
 
@@ -49,49 +51,48 @@ class Sharded(Exponentials):
         """Return where tiles of E W meet: the least there can be."""
         return room_for(self.head.input.device, 0)
 
-    def pieces(self, chunk_rows: int, piece_rows: int) -> Iterator[Part]:
-        """Yield the pieces of all chunks, in order, whose hidden states begin to be gathered a piece ahead."""
-        return ahead(map(self._begin_hidden, self._cut(chunk_rows, piece_rows)))
+    def pieces(self, chunk_rows: int, piece_rows: int) -> Iterator[Piece]:
+        """Yield the pieces of all chunks, in order; their hidden states begin to be gathered a piece ahead."""
+        for piece in ahead(self._begin_hidden(chunk_rows, piece_rows)):
+            piece.x_CD = aligned_rows(piece.x_CD.get(), self.head.dtype)
+            yield piece
+            del piece  # and its memory, when the next is made
 
-    def _cut(self, chunk_rows: int, piece_rows: int) -> Iterator[Part]:
+    def _begin_hidden(self, chunk_rows: int, piece_rows: int) -> Iterator[Piece]:
         for chunk in slices(self.plan.rows, chunk_rows):
-            C = chunk.stop - chunk.start
-            for at in slices(C, piece_rows):
+            for at in slices(chunk.stop - chunk.start, piece_rows):
                 part = slice(chunk.start + at.start, chunk.start + at.stop)
-                yield Part(part=part, at=at, closes=at.stop == C)
-
-    def _begin_hidden(self, piece: Part) -> Part:
-        if self.ranks.spread:
-            piece.x_CD = self.ranks.begin_rows(self.head.input, None, piece.part, self.head.dtype)
-        else:
-            piece.x_CD = Exchange(self.hidden(piece.part))
-        return piece
+                x = self.ranks.begin_rows(self.head.input, self.index, part, self.head.dtype)
+                yield Piece(part=part, at=at, x_CD=x)
 
     def chunks(self, rows: int) -> Iterator[Piece]:
         """See `Exponentials.chunks`."""
-        for piece in self.pieces(rows, rows):
-            piece.x_CD = aligned_rows(piece.x_CD.get(), self.head.dtype)
-            yield piece
+        return self.pieces(rows, rows)
 
     def recompute(self, into: Gradients) -> None:
         """Add up the gradients; the input's begins to be summed before the weight's last GEMM of a chunk.
 
         It is waited for before the next chunk's sum begins.
         """
-        super().recompute(into)
-        self._wait_for_sums()
-
-    def _recompute_chunk(self, piece: Piece, e: Tensor, scaled: Tensor | None, into: Gradients) -> None:
-        self._product = None  # that of the chunk before is being summed
-        super()._recompute_chunk(piece, e, scaled, into)
-        if not self.width and into.input_ND is not None:
-            self._put_input(piece, torch.zeros_like(piece.x_CD, dtype=torch.float32), into)
-
-    def _put_input(self, piece: Piece, product_CD: Tensor, into: Gradients) -> None:
-        self._wait_for_sums()
         if self.width:
-            self.finish_input(piece, product_CD, product_CD, None)
-        self._under_way.append(self.ranks.begin_sum(product_CD, piece.part, self.index, into.put_input))
+            super().recompute(into)
+        else:
+            for piece in self.chunks(self.plan.chunk_rows):  # as many exchanges as other ranks make
+                if into.input_ND is not None:
+                    self.prepare(piece, None)
+                    nothing = torch.zeros_like(piece.x_CD, dtype=torch.float32)
+                    self.put_input(piece.part, nothing, piece.of_input, into)
+        self._wait_for_sums()
+
+    def put_input(self, part: slice, product_CD: Tensor, of_input: Any, into: Gradients) -> None:
+        """See `Exponentials.put_input`."""
+        self._wait_for_sums()
+        self._begin_sum(part, product_CD, of_input, into)
+
+    def _begin_sum(self, part: slice, product_CD: Tensor, of_input: Any, into: Gradients) -> None:
+        """Begin to add up all ranks' input gradients of some rows."""
+        self.finish_input(part, product_CD, of_input, product_CD)
+        self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index, into.put_input))
 
     def _wait_for_sums(self) -> None:
         """Write the sums over ranks that were begun where they belong."""
@@ -103,139 +104,130 @@ class Sharded(Exponentials):
 class ShardedCrossEntropy(Sharded, CrossEntropy):
     """A loss in either direction."""
 
-    def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
-        # E W of a whole chunk, which is summed over the ranks before it is rounded
-        super().__init__(head, loss, replace(plan, product_rows=plan.chunk_rows))
-        self._piece_rows = plan.product_rows
+    searches: tuple[bool, ...] = ()
+    _e: Tensor | None = None  # a chunk's E, where gradients are computed
 
-    def _begun(self, rows: int, found: Tensor) -> Iterator[Piece]:
-        """See `CrossEntropy._begun`; those of a chunk are yielded when all have their E, for they share its memory."""
-        piece_rows = self._piece_rows if self.plan.schedule == "chunks" else rows
-        self._sums, of_all = self._new(piece_rows, self.tiles), self._begin_all_targets()
-        pieces = self.pieces(piece_rows if self._e is None else rows, piece_rows)
-        pieces = map(partial(self._begin_targets, of_all, found), pieces)
-        if of_all is None:
-            pieces = ahead(pieces)
-        pieces = map(self._begin_sums, pieces)
-        if self._e is None:
-            yield from ahead(pieces)
-            return
-        of_chunk: list[Part] = []
-        for piece in pieces:
-            of_chunk.append(piece)
-            while piece.closes and of_chunk:
-                yield of_chunk.pop(0)
+    def sums_alone(self, found: Tensor) -> None:
+        """See `CrossEntropy.sums_alone`."""
+        plan = self.plan
+        rows = plan.product_rows if plan.schedule == "chunks" else min(plan.chunk_rows, plan.rows)
+        for piece in ahead(self._begun(rows, rows, found)):
+            piece.sums = piece.received().t()
+            self.finish(piece)
+            del piece  # and its memory, when the next is made
+
+    def in_chunks(self, factors: RowFactors, found: Tensor) -> None:
+        """See `CrossEntropy.in_chunks`; a chunk's gradients begin when all of its pieces have their E."""
+        plan, (V, D), new = self.plan, self.weight_VD.shape, self.weight_VD.new_empty
+        rows = min(plan.chunk_rows, plan.rows)
+        self._e, self.searches = new(rows, padded(V)), (False,) * bool(V)
+        begun = self._begun(rows, plan.product_rows, found)
+        for chunk in slices(plan.rows, rows):
+            C = chunk.stop - chunk.start
+            pieces = list(islice(begun, -(-C // plan.product_rows)))
+            if chunk.start == 0:
+                into = self.begin_gradients(*factors())
+                scaled = None if into.weight_VD is None else new(rows, D)
+                product = None if into.input_ND is None else self.new(rows, D)
+            while pieces:
+                piece = pieces.pop(0)
+                part, at = piece.part, piece.at
+                piece.sums = piece.received().t()
+                self.finish(piece, self.factor_n[part], None if scaled is None else scaled[at])
+                if product is not None:
+                    product_CD = product[at]
+                    if at.start == 0:
+                        self._wait_for_sums()  # of the chunk before, which lie where this one's come
+                    if V:
+                        self.input_product(part, piece.e_CV, self.weight_VD, product_CD, add=False)
+                    else:
+                        product_CD.zero_()
+                    self._begin_sum(part, product_CD, piece.of_input, into)
+            if V:  # while the input's is summed over the ranks
+                scaled_CD = None if scaled is None else scaled[:C]
+                self.add_to_head(chunk, self._e[:C, :V], scaled_CD, found[-1, chunk], into, slice(None))
+        self._wait_for_sums()
+        self.end_gradients(into)
+
+    def _begun(self, chunk_rows: int, piece_rows: int, found: Tensor) -> Iterator[Piece]:
+        """Yield pieces with their E, or its sums alone, which the ranks exchange; their numbers are to be ``found``."""
+        self._sums, self._found, self._all_targets = self.new(piece_rows, self.tiles), found, self._begin_all_targets()
+        return map(self._begin_sums, ahead(map(self._begin_targets, self.pieces(chunk_rows, piece_rows))))
 
     def _begin_all_targets(self) -> Callable[[], Tensor] | None:
         """Begin to exchange all targets' logits at once where all hidden states are here; None: piece by piece."""
         x, n = self.head.input, len(self.y_n)
         if self.ranks.spread or self.index is not None or input_is_copied(x, self.head.dtype) or not n:
             return None
-        targets, count = self._new(n), self.y_n.new_empty(1)
-        self.target_logits(x.view(n, -1), self.y_n, targets, count)
+        targets, count = self.new(n), self.y_n.new_empty(1)
+        target_logits(x.view(n, -1), self.weight_VD, self.y_n, self.transform, targets, count)
         return cache(self._begin_sum_of(targets))
 
     def _begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
         gathered = self.ranks.begin_gather(x)
         return lambda: gathered.get().sum(0)
 
-    def _begin_targets(self, of_all: Callable[[], Tensor] | None, found: Tensor, piece: Part) -> Part:
+    def _begin_targets(self, piece: Piece) -> Piece:
         """Begin to exchange the targets' logits."""
-        part = piece.part
-        piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get(), self.head.dtype), self.y_n[part]
-        piece.rows = self._reports(piece, found)
+        part, of_all = piece.part, self._all_targets
+        self.make_numbers(piece, self._found)
         if of_all is None:
-            of_rows = piece.rows.target_logit, piece.rows.listed_count, self.used(part)
-            self.target_logits(piece.x_CD, piece.y_C, *of_rows)
+            self.write_target_logits(piece)
             piece.received = self._begin_sum_of(piece.rows.target_logit)
         else:
             piece.received = lambda: of_all()[part]
             piece.rows.listed_count.zero_()
         return piece
 
-    def _begin_sums(self, piece: Part) -> Part:
+    def _begin_sums(self, piece: Piece) -> Piece:
         """Build a piece's E, or its sums alone, and begin to exchange these."""
-        piece.rows = piece.rows._replace(target_logit=piece.received())
-        self._write_exponentials(piece)
-        C = len(piece.y_C)
-        mine = self._new(C)
+        rows = piece.rows = piece.rows._replace(target_logit=piece.received())
+        y_C, C = piece.y_C, len(piece.y_C)
+        mine, sums = self.new(C), self._sums[:C]
+        piece.entries = ExpRows(rows.target_logit, y_C, None, 0, sums, self.tiles)
         if self.width:
-            sum_rows = partial(
-                exp_rows.sum_rows[(C,)], matrix(piece.sums), piece.y_C, matrix(self._e_of(piece.at)), mine, piece.rows,
-                self.used(piece.part), C, BLOCK=exp_rows.block_of(self.tiles), num_warps=4,
-            )  # fmt: skip
-            sum_rows(SHIFTED=False)
-            super()._shift(piece, None)
-            sum_rows(SHIFTED=True)
+            piece.e_CV = None if self._e is None else self._e[piece.at, : self.width]
+            self.write_exponentials(piece, self.weight_VD, piece.e_CV, piece.entries, self.transform)
+            for shifted in (False, True):
+                if shifted:
+                    self.shift(piece, None, (True, False))
+                exp_rows.sum_rows[(C,)](
+                    matrix(sums), y_C, matrix(piece.e_CV), mine, rows, self.used(piece.part), C, SHIFTED=shifted,
+                    BLOCK=exp_rows.block_of(self.tiles), num_warps=4,
+                )  # fmt: skip
+            rows.listed_count.zero_()
         else:
             mine.fill_(-torch.inf)
         piece.received = self.ranks.begin_gather(mine).get
         return piece
 
-    def _finish(self, piece: Any, *given: Tensor | None) -> None:
-        piece.sums = piece.received().t()
-        piece.rows.listed_count.zero_()
-        super()._finish(piece, *given)
-
-    def _shift(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...] = (False,)) -> None:
-        if e_CV is not None:
-            super()._shift(piece, e_CV, find_highest)
-
-    def _add_input(self, piece: Piece, e_CV: Any, input_ND: Tensor) -> None:  # noqa: ARG002
-        """Begin to sum this rank's part of a piece's input gradient."""
-        assert self._product is not None
-        product_CD, rows, part = self._product[piece.at], piece.rows, piece.part
-        if piece.at.start == 0:
-            self._wait_for_sums()  # of the chunk before, which lie where this one's come
-        if e_CV is None:
-            product_CD.zero_()
-        else:
-            self.input_product(part, e_CV, self.weight_VD, product_CD, add=False)
-            self.put_even_parts(product_CD, rows.s, part)
-            exp_rows.finish_input_grad(
-                product_CD, product_CD, self.weight_VD, rows.s, piece.y_C, rows.rest, used=self.used(part)
-            )
-        self._under_way.append(self.ranks.begin_sum(product_CD, part, self.index, self._into.put_input))
-
-    def _add_weight(self, piece: Any) -> None:
-        """Add a chunk's, with its last piece: while the input's is summed over the ranks."""
-        if piece.closes:
-            super()._add_weight(piece)
-        if piece.part.stop == self.plan.rows:
-            self._wait_for_sums()
-
 
 class ShardedStatistics(Sharded, TileStatistics):
     """Token statistics in either direction."""
 
-    def _find(self, rows: int, y_nK: Tensor, found: dict[str, Tensor]) -> None:
-        for piece in ahead(map(partial(self._begin_numbers, y_nK), self.pieces(rows, rows))):
-            for name, x in merged(piece.memory, piece.received()).items():
-                found[name][piece.part] = x
-            del piece  # and with it its memory, when the next is made
+    def find(self, rows: int, found: dict[str, Tensor]) -> None:
+        """See `TileStatistics.find`."""
+        for part, mine, received in ahead(map(self._begin_numbers, self.pieces(rows, rows))):
+            for name, x in merged(mine, received()).items():
+                found[name][part] = x
+            del mine, received  # and their memory, when the next is made
 
-    def _begin_numbers(self, y_nK: Tensor, piece: Part) -> Part:
+    def _begin_numbers(self, piece: Piece) -> tuple[slice, dict[str, Tensor], Callable[[], Tensor]]:
         """Compute a piece's statistics of the classes here, and begin to exchange them."""
-        x_CD, y_CK = aligned_rows(piece.x_CD.get(), self.head.dtype), y_nK[piece.part]
-        C, found = len(y_CK), self._room(len(y_CK))
-        if not self.width:
-            for x in found.values():
-                x.zero_()
-        found |= {"highest": self._new(C).fill_(-torch.inf), **self._room_for_highest(C)}
+        C = len(piece.x_CD)
+        found = self.room_of_numbers(C) | {"highest": self.new(C).fill_(-torch.inf)}
         if self.width:
-            self._numbers_of(x_CD, piece.part, y_CK, found)
-        piece.memory = found
-        piece.received = self.ranks.begin_gather(packed(found)).get
-        return piece
+            self.find_here(piece, found)
+        return piece.part, found, self.ranks.begin_gather(packed(found)).get
 
 
-def ahead(pieces: Iterable[Part]) -> Iterator[Part]:
-    """Yield pieces when one more is made: what was begun for it runs beside what is launched for that one."""
-    before: Part | None = None
-    for piece in pieces:
+def ahead(begun: Iterable[_Begun]) -> Iterator[_Begun]:
+    """Yield each when one more is made: what was begun for it runs beside what is launched for that one."""
+    before: _Begun | None = None
+    for one in begun:
         if before is not None:
             yield before
-        before = piece
-        del piece  # and with it its memory, when the next is made
+        before = one
+        del one  # and with it its memory, when the next is made
     if before is not None:
         yield before

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Gradients, Head
-from lowtide.head.exponentials.losses import Exponentials, Piece
+from lowtide.head.exponentials.losses import Chunk, Exponentials
 from lowtide.head.kernels import stats
-from lowtide.head.kernels.exp_rows import finish_input_grad
 from lowtide.head.kernels.gemm import gemm_tiles
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
@@ -24,11 +23,9 @@ class TileStatistics(Exponentials):
     ``y_nK`` are int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
     """
 
-    gradient: stats.Gradient
-
     def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows) -> None:
         super().__init__(head, plan, tokens)
-        self.y_nK = y_nK
+        self.y_nK, self.first_class = y_nK, head.ranks.first
 
     def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
         """Return each row's "lse", "argmax", "top_logprob", "logprob" [n, K], and what is requested, float32.
@@ -36,86 +33,72 @@ class TileStatistics(Exponentials):
         Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
         are 0.
         """
-        self.topk = topk
-        self.want, rows = [name for name in stats.WANTED if name in want], min(self.plan.chunk_rows, self.plan.rows)
-        self.sums = stats.Sums.of(self._new(3 + len(self.want), rows, self.tiles), self.want)
-        found = self._room(len(self.y_nK)) | self._room_for_highest(len(self.y_nK))
-        self._find(rows, self.y_nK.clamp(min=0).contiguous(), found)
+        self.topk, self.want = topk, [name for name in stats.WANTED if name in want]
+        rows = min(self.plan.chunk_rows, self.plan.rows)
+        self.sums = stats.Sums.of(self.new(3 + len(self.want), rows, self.tiles), self.want)
+        self.y_nK = self.y_nK.clamp(min=0).contiguous()
+        found = self.room_of_numbers(len(self.y_nK))
+        self.find(rows, found)
         return found
 
-    def _room(self, n: int) -> dict[str, Tensor]:
+    def room_of_numbers(self, n: int) -> dict[str, Tensor]:
         """Return memory for the numbers of n rows."""
-        new: Any = self.head.input.new_empty if self.count is None else self.head.input.new_zeros
+        x = self.head.input
+        new: Any = x.new_empty if self.count is None and self.width else x.new_zeros
         found = {name: new(n, dtype=torch.float32) for name in ("lse", "top_logprob", *self.want)}
-        return found | {"argmax": new(n, dtype=torch.int64), "logprob": new(self.y_nK[:n].shape, dtype=torch.float32)}
+        found |= {"argmax": new(n, dtype=torch.int64), "logprob": new(self.y_nK[:n].shape, dtype=torch.float32)}
+        if self.topk:
+            found["topk_values"] = self.new(n, self.topk).fill_(-torch.inf)  # a rank may have fewer classes
+            found["topk_ids"] = self.y_nK.new_zeros(n, self.topk)
+        return found
 
-    def _room_for_highest(self, n: int) -> dict[str, Tensor]:
-        values = self._new(n, self.topk).fill_(-torch.inf)  # a rank may have fewer classes
-        return {"topk_values": values, "topk_ids": self.y_nK.new_zeros(n, self.topk)} if self.topk else {}
-
-    def _find(self, rows: int, y_nK: Tensor, found: dict[str, Tensor]) -> None:
+    def find(self, rows: int, found: dict[str, Tensor]) -> None:
         """Write all rows' statistics, so many rows at a time."""
-        for piece in self.chunks(rows):
-            part = piece.part
-            self._numbers_of(piece.x_CD, part, y_nK[part], {name: x[part] for name, x in found.items()})
-            del piece  # before the next is made
+        for chunk in self.chunks(rows):
+            self.find_here(chunk, {name: x[chunk.part] for name, x in found.items()})
+            del chunk  # before the next is made
 
-    def _numbers_of(self, x_CD: Tensor, part: slice, y_CK: Tensor, found: dict[str, Tensor]) -> None:
-        """Write a piece's statistics, of the classes here."""
-        w_VD, transform, used = self.weight_VD, self.transform, self.used(part)
-        gemm_tiles(stats.tile_stats, x_CD, w_VD, None, self.sums, transform, used=used)
+    def find_here(self, chunk: Chunk, found: dict[str, Tensor]) -> None:
+        """Write some rows' statistics, of the classes here."""
+        operands, transform, used = (chunk.x_CD, self.weight_VD), self.transform, self.used(chunk.part)
+        gemm_tiles(stats.tile_stats, *operands, None, self.sums, transform, used=used)
         numbers = stats.RowStats(**{name: x for name, x in found.items() if name in stats.RowStats._fields})
         stats.merge_stats(
-            self.sums, numbers, y_CK, x_CD, w_VD, transform=transform,
-            first_class=self.head.ranks.first, vocab=self.head.ranks.vocab, used=used,
+            self.sums, numbers, self.y_nK[chunk.part], *operands, transform=transform,
+            first_class=self.first_class, vocab=self.head.ranks.vocab, used=used,
         )  # fmt: skip
-
         if self.topk:
             k = min(self.topk, self.width)
-            values, ids = stats.highest_logits(x_CD, w_VD, self.sums, k, transform)
-            found["topk_values"][:, :k], found["topk_ids"][:, :k] = values, ids.add_(self.head.ranks.first)
+            values, ids = stats.highest_logits(*operands, self.sums, k, transform)
+            found["topk_values"][:, :k], found["topk_ids"][:, :k] = values, ids.add_(self.first_class)
 
     def gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
         """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""
         self.gradient = gradient_of(self.head, self.y_nK, known, g)
         self.recompute(into)
 
-    def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
+    def prepare(self, chunk: Chunk, scaled_CD: Tensor | None) -> None:
         """See `Exponentials.prepare`."""
-        piece.rows = self.gradient.rows(piece.part)
-        s: Tensor = piece.rows.s
+        of_row = chunk.entries = self.gradient.rows(chunk.part)
+        chunk.of_input = of_row.s, of_row.id[:, 1:], of_row.rest
         if scaled_CD is not None:
-            torch.mul(piece.x_CD, s[:, None], out=scaled_CD)
-            scaled_CD.masked_fill_((s == 0)[:, None], 0)  # whatever x holds
-        return s
+            scaled_CD.copy_(chunk.x_CD).masked_fill_((of_row.s == 0)[:, None], 0)  # whatever x holds
 
-    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
+    def fill(self, chunk: Chunk, w_BD: Tensor, e_CB: Tensor, block: slice) -> None:
         """See `Exponentials.fill`."""
-        transform = self.transform.of_classes(slice(first_class, first_class + len(w_BD)))
-        used = self.used(piece.part)
-        gemm_tiles(stats.gradient_tile, piece.x_CD, w_BD, e_CB, piece.rows, transform, used=used)
-        stats.put_entries(e_CB, piece.rows, self.head.ranks.first + first_class, used)
-
-    def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
-        """See `Exponentials.finish_input`."""
-        of_row, used = piece.rows, self.used(piece.part)
-        finish_input_grad(
-            product_CD, out, self.weight_VD, of_row.s, of_row.id[:, 1:], of_row.rest, self.head.ranks.first, to_C=to_C,
-            used=used,
-        )  # fmt: skip
+        transform, used = self.transform.of_classes(block), self.used(chunk.part)
+        gemm_tiles(stats.gradient_tile, chunk.x_CD, w_BD, e_CB, chunk.entries, transform, used=used)
+        stats.put_entries(e_CB, chunk.entries, self.first_class + block.start, used)
 
 
 def gradient_of(head: Head, y_nK: Tensor, known: dict[str, Tensor], g: Upstream) -> stats.Gradient:
     """Return what the logits' gradient is made of, by known numbers and upstream gradients; y below 0: ignored.
 
-    A row's is divided by a power of two s, and s x stands for x: narrow entries are then near 1.
+    Rows to which nothing flows back have s = 0, the others 1.
     """
-    largest, scale = g.largest(head.ranks.vocab), 1.0 if head.scale is None else head.scale
-    largest = largest * (scale if head.scale is None else head.scale.abs())
-    s = (largest.view(torch.int32) & -0x800000).view(torch.float32)  # the power of two below it
-    s = s.where(largest < torch.inf, largest)
-    share = scale / s.where(s != 0, 1)
-    g = g.of(lambda x: x * (share[:, None] if x.dim() == 2 else share))
+    s = (g.largest(head.ranks.vocab) != 0).float()
+    if head.scale is not None:
+        g = g.of(head.scale.mul)
     ids, entry, slope = entries_of(y_nK, known["argmax"], known, g)
     even = None if g.mean_logit is None else g.mean_logit / head.ranks.vocab
     if even is not None:

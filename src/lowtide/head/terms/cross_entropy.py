@@ -116,12 +116,16 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
         hint = f"No tile is skipped: {'label smoothing bears on all' if plan.backend == 'exp' else plan.reason}."
         raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
     if plan.backend == "exp":
-        from lowtide.head.exponentials import losses_of
+        if head.ranks.alone and not plan.kept:
+            from lowtide.head.exponentials.losses import CrossEntropy
 
-        if not plan.kept:
-            exponentials = losses_of(head, loss, plan)
-        else:
+            exponentials = CrossEntropy(head, loss, plan)
+        elif plan.kept:
             exponentials = skipping().TiledCrossEntropy(head, loss, plan, known and known["classes"])
+        else:
+            from lowtide.head.exponentials.sharded import ShardedCrossEntropy
+
+            exponentials = ShardedCrossEntropy(head, loss, plan)
         if known is None:
             return exponentials.forward(factors)
         if factors is not None:

@@ -4,6 +4,7 @@ N tokens, n rows computed, K targets a token, V vocabulary.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.terms.cross_entropy import check_classes, put_last
 from lowtide.head.terms.loss import Masked
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+
+if TYPE_CHECKING:  # it has kernels, and needs Triton
+    from lowtide.head.exponentials.tile_sums import TileStatistics
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
@@ -37,11 +41,9 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     plan = plan_token_stats(head, args, rows.n, wanted)
     rows, y_NK = rows.in_order(head.ranks.order(plan)), args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
-        from lowtide.head.exponentials import statistics_of
-
         if of_targets and head.ranks.alone and skips_tokens(head, plan.backend):
             rows = put_last(rows, kept_NK.any(1))
-        found = statistics_of(head, rows.of(y_NK), plan, rows).forward(args.wanted, args.topk)
+        found = _exponentials(head, rows.of(y_NK), plan, rows).forward(args.wanted, args.topk)
     else:
         found = run(head, rows, plan, _terms(args, rows, head, plan, y_NK))
     found = {name: rows.among_all(x) for name, x in found.items()}
@@ -73,10 +75,8 @@ def backward(
         rows = put_last(rows, active_N)
     into = gradient_buffers(head, rows, plan, wanted)
     if plan.backend == "exp":
-        from lowtide.head.exponentials import statistics_of
-
         y_nK = rows.of(args.target.where(usable, -1), -1)
-        statistics_of(head, y_nK, plan, rows).gradients(rows.of_each(numbers), g.of(rows.of), into)
+        _exponentials(head, y_nK, plan, rows).gradients(rows.of_each(numbers), g.of(rows.of), into)
     else:
         if not head.drops_tokens:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
@@ -84,6 +84,16 @@ def backward(
         known = rows.of_each(numbers)
         run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
     return into
+
+
+def _exponentials(head: Head, y_nK: Tensor, plan: HeadPlan, rows: Rows) -> "TileStatistics":
+    if head.ranks.alone:
+        from lowtide.head.exponentials.tile_sums import TileStatistics
+
+        return TileStatistics(head, y_nK, plan, rows)
+    from lowtide.head.exponentials.sharded import ShardedStatistics
+
+    return ShardedStatistics(head, y_nK, plan, rows)
 
 
 def _terms(args: TokenStatsArgs, rows: Rows, head: Head, plan: HeadPlan, y_NK: Tensor) -> Terms:
