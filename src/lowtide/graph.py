@@ -192,7 +192,7 @@ def node(
 
 
 def differentiable_once(
-    grads: Sequence[Tensor | None], sources: Sequence[Tensor | None] | None, error: str = TWICE
+    grads: Sequence[Tensor | None], sources: Sequence[Tensor | None] | None, error: str
 ) -> list[Tensor | None]:
     """Return gradients whose own derivative, where create_graph=True asks for one, is an `UnsupportedError`.
 

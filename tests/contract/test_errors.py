@@ -90,7 +90,7 @@ OF_REDUCED: list[Bad] = [
     ({"num_items": 3, "reduction": "none"}, ValueError,
      "^num_items: expected None with reduction='none', got 3. Only a mean is divided."),
     ({"options": HeadOptions(gradient="forward"), "reduction": "none"}, RuntimeError,
-     "^gradient: expected 'auto' or 'recompute' with reduction='none' and a head that is trained, got 'forward'"),
+     "^gradient: expected 'auto' or 'recompute' with reduction='none', got 'forward'"),
 ]  # fmt: skip
 OF_SEVERAL_TARGETS: list[Bad] = [
     ({"target": torch.ones(2, 4, 3, dtype=LONG)}, ValueError, r"^target: expected shape \[2, 3\] or \[2, 3, K\]"),
@@ -188,10 +188,7 @@ OWN: dict[str, list[Bad]] = {
         ({"fn": lambda z, y: z.sum(-1), "out": "sum"}, ValueError, 'out="token"'),
         ({"fn": lambda z, y: z.sum().view(1), "out": "sum"}, ValueError, "Sum over the tokens"),
         ({"fn": lambda z, y: (z > 0).any(), "out": "sum"}, ValueError, "x.sum"),
-        ({"fn": lambda z, y: True, "out": "sum"}, TypeError, "scalar tensors or numbers, in any pytree, got bool"),
-        ({"fn": lambda z, y: "x", "out": "sum"}, TypeError, "scalar tensors or numbers, in any pytree, got str"),
-        ({"fn": lambda z, y: y.clamp_(max=3), "target": y + 7}, ValueError, "Work on a copy"),
-        ({"fn": lambda z, y, p: z.sum(-1) * p.mul_(2), "params": (torch.ones(()),)}, ValueError, "Work on a copy"),
+        ({"fn": lambda z, y: len(z), "out": "sum"}, TypeError, "to return tensors, in any pytree, got int"),
         ({"fn": 3}, TypeError, "^fn: expected a function"),
         ({"params": torch.ones(3)}, TypeError, r"^params: expected a tuple.*params=\(x,\)"),
         ({"args": (1.0,)}, TypeError, r"^token_args\[1\]: expected a torch.Tensor, got float.*params"),

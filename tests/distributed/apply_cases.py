@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -35,7 +34,7 @@ TINY = 0.03  # MiB: several chunks, and several pieces of each
 
 
 def random_numbers() -> None:
-    """Each row's are drawn by one rank, and backward draws them again: the gradient is that of its own forward."""
+    """Every rank draws the same, and backward draws them again: the gradient is that of its own forward."""
 
     def noisy(z: Tensor) -> Any:
         drawn = torch.rand_like(z)
@@ -44,7 +43,7 @@ def random_numbers() -> None:
     for way in WAYS:
         x, w, _, _ = head(LEADING, D, V, dtype=torch.float64, bias=False)
         px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
-        torch.manual_seed(3 + dist.get_rank())
+        torch.manual_seed(3)
         options = lowtide.HeadOptions(workspace_mib=TINY)
         value, drawn = lowtide.linear_apply(noisy, px, pw, options=options, **shard_of(way, pw))
         drawn = plain(drawn)
@@ -60,7 +59,7 @@ def random_numbers() -> None:
 
 
 def memory() -> None:
-    """A chunk's logits of this rank's classes, and whole ones of its share of the rows: never all tokens' logits."""
+    """A chunk's logits of this rank's classes, and whole ones: never all tokens' logits."""
     N, classes = 200, 3000
     x, w, _, _ = head((1, N), 16, classes, bias=False)
     pw, options = part_of(w), lowtide.HeadOptions(workspace_mib=0.5)
@@ -79,7 +78,7 @@ def memory() -> None:
 
 
 def errors() -> None:
-    """Coupled tokens in the rows of any rank."""
+    """Coupled tokens; labels as a DTensor."""
     x, w, b, y = head(LEADING, D, V, dtype=torch.float64)
     pw = part_of(w)
     shard = lowtide.VocabShard.of(pw)

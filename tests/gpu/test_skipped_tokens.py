@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu.conftest import HOPPER, ON_GPU, no_waits
-from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_logprobs
+from lowtide import HeadOptions, linear_cross_entropy, linear_logprobs
 from lowtide.head import nodes
 from lowtide.head.kernels import gradient_gemms_hopper as gemms
 from lowtide.head.kernels.exp_logits import ExpRows
@@ -174,26 +174,3 @@ def test_evaluation_before_training() -> None:
         loss = linear_cross_entropy(x, w, y)
         loss.backward()
         torch.testing.assert_close(loss.detach(), expected.clone())
-
-
-@pytest.mark.parametrize("out", ["token", "sum"])
-def test_a_mask_on_the_host_saves_the_wait(out: str) -> None:
-    x, w = (torch.randn(n, 128, device="cuda").to(NARROW).requires_grad_() for n in (500, 999))
-    mask = torch.rand(500) < 0.3
-    y = torch.randint(0, 999, (500,), device="cuda").where(mask.cuda(), -100)  # no class that fn could gather
-    with torch.no_grad():
-        x[~mask.cuda()] = NAN
-
-    def fn(z: Tensor, y: Tensor) -> Tensor:
-        of_each = z.logsumexp(-1) - z.gather(-1, y[:, None])[:, 0]
-        return of_each.sum() if out == "sum" else of_each
-
-    def call(mask: Tensor) -> list[Tensor]:
-        value = linear_apply(fn, x, w, y, mask=mask, out=out).sum()
-        return [value, *torch.autograd.grad(value, (x, w))]
-
-    want = call(mask.cuda())
-    with no_waits():
-        got = call(mask)
-    assert all(map(torch.equal, got, want))
-    assert not got[1][~mask.cuda()].any()

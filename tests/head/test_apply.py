@@ -56,8 +56,6 @@ OF_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
     "written over": written_over,
     "written over in part": lambda z: torch.cat((written_over(z[:, :5]), z[:, 5:]), 1).logsumexp(-1),
     "checkpointed": lambda z: torch.utils.checkpoint.checkpoint(torch.logsumexp, z, -1, use_reentrant=False),
-    "a sparse gradient": lambda z: torch.gather(z, 1, torch.full((len(z), 1), 3), sparse_grad=True).exp(),
-    "complex": lambda z: torch.complex(z[:, 0], z[:, 1]),
     "a head in the head": lambda z: linear_apply(lambda q: q.logsumexp(-1), z, torch.eye(13, dtype=z.dtype)),
 }
 
@@ -75,7 +73,7 @@ def test_views_of_the_logits_and_changes_in_place(
     fn = OF_LOGITS[name]
     z = F.linear(x, w, b).view(21, 13)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    want = z[:, 3:4].exp() if name == "a sparse gradient" else fn(z.clone())
+    want = fn(z.clone())
     want = want.view(3, 7, *want.shape[1:])
     compiled &= name == "written over"
     with torch.set_grad_enabled(grad):
@@ -95,7 +93,11 @@ def test_each_sum_has_its_own_upstream_gradient_and_one_sum_needs_no_second_run(
     def fn(z: Tensor, y: Tensor) -> Any:
         calls.append(len(z))
         p = z.softmax(-1)
-        return F.cross_entropy(z, y, reduction="sum"), {"h": -(p * p.log()).sum(), "n": len(z)}, z.square().sum()
+        return (
+            F.cross_entropy(z, y, reduction="sum"),
+            {"h": -(p * p.log()).sum(), "n": (y >= 0).sum()},
+            z.square().sum(),
+        )
 
     found, true = linear_apply(fn, x, w, y, linear_bias=b, out="sum", options=SMALL), fn(F.linear(x, w, b), y)
     assert found[1]["n"].item() == 40
@@ -307,4 +309,4 @@ def test_the_function_is_compiled_once_for_any_number_of_rows(fn: Any, counter: 
         kept = slice(None) if mask is None else mask
         want = fn(F.linear(x[kept], w, b).view(-1, 33), y[kept].view(-1), gamma).sum()
         assert_same_gradients(loss.sum(), want, (x, w, b, gamma), bound=1e-5)
-    assert counter.frame_count <= 2, "forward's graph, with what needs a gradient and without"
+    assert counter.frame_count <= 4, "with what needs a gradient and without; for one row and for none"

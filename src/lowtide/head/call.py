@@ -219,21 +219,20 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor, *, severa
     check_device("target", target, input)
 
 
-def check_per_token(name: str, value: Tensor, input: Tensor, *, on_host: bool = False) -> None:
+def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
     """Check a tensor [...] with one real number for each of the hidden states [..., D]."""
     if check_real(name, value).shape != input.shape[:-1]:
         expected = f"shape {list(input.shape[:-1])}, as input is {_shape(input)}"
         raise ArgumentValueError(message(name, expected, _shape(value)))
-    if not (on_host and value.device.type == "cpu"):
-        check_device(name, value, input)
+    check_device(name, value, input)
 
 
-def check_mask(mask: Tensor | None, input: Tensor, expected: str, *, on_host: bool = False) -> None:
-    """Check a mask of the tokens, bool [...] or None; ``on_host``: it may be on the CPU, wherever they are."""
+def check_mask(mask: Tensor | None, input: Tensor, expected: str) -> None:
+    """Check a mask of the tokens, bool [...] or None."""
     if mask is not None:
         if check_tensor("mask", mask).dtype != torch.bool:
             raise ArgumentTypeError(message("mask", expected, str(mask.dtype)))
-        check_per_token("mask", mask, input, on_host=on_host)
+        check_per_token("mask", mask, input)
 
 
 def check_reduction(reduction: str, num_items: float | Tensor | None) -> Tensor | None:

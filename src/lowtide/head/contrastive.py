@@ -101,8 +101,9 @@ def linear_contrastive(
         >>> linear_contrastive(*normed, temperature=log_temperature.exp()).backward()
     """
     if group is not None and torch.compiler.is_compiling():
-        given = {"temperature": temperature, "mask": mask, "symmetric": symmetric, "group": group, "options": options}
-        return exchanges_between_ranks_run_in_eager(partial(linear_contrastive, queries, keys, positives, **given))
+        run = partial(linear_contrastive, queries, keys, positives, temperature=temperature, mask=mask,
+                      symmetric=symmetric, group=group, options=options)  # fmt: skip
+        return exchanges_between_ranks_run_in_eager(run)
     refuse_transforms("linear_contrastive", queries, keys, temperature, instead=NAIVE)
     check_flag("symmetric", symmetric)
     _check_operands(queries, keys)
@@ -141,10 +142,7 @@ def linear_contrastive(
 
 def _of_all_ranks(x: Tensor, group: Any) -> Tensor:
     """Return all ranks' rows [W * R, ...] of ``x`` [R, ...], whose gradient is the sum of all ranks', rounded once."""
-    if group is None:
-        return x
-    gathered: Tensor = _GATHERED.apply(x, group)  # type: ignore[no-untyped-call]
-    return gathered
+    return x if group is None else _GATHERED.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def _gather(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -222,15 +220,14 @@ def _check_positives(queries: Tensor, positives: Tensor | None, own_keys: int, k
     if positives.is_floating_point() or positives.is_complex() or positives.dtype == torch.bool:
         hint = "Where similar pairs are a matrix, pass .nonzero() of its rows, padded with -1."
         raise ArgumentTypeError(message("positives", "ids of keys, an integer dtype", str(positives.dtype), hint))
-    if positives.dim() not in (1, 2) or len(positives) != Q or (positives.dim() == 2 and not positives.shape[1]):
+    if positives.dim() not in (1, 2) or len(positives) != Q or 0 in positives.shape[1:]:
         expected = f"shape [{Q}] or [{Q}, P] with P above 0, as queries is {list(queries.shape)}"
         raise ArgumentValueError(message("positives", expected, str(list(positives.shape))))
     check_device("positives", positives, queries, NAMES[0])
     if looks_at_numbers(queries.device) and not torch.compiler.is_compiling() and type(positives) is Tensor:
         ids = positives.long()  # in an unsigned dtype -1 is a large number
-        wrong = ((ids < NONE) | (ids >= keys)).nonzero()
-        if len(wrong):
-            got = f"{int(ids[tuple(wrong[0])])} at {wrong[0].tolist()}"
+        for place in ((ids < NONE) | (ids >= keys)).nonzero().tolist():
+            got = f"{ids[tuple(place)]} at {place}"
             raise TargetIndexError(message("positives", f"ids from 0 to {keys - 1}, or -1 for padding", got))
 
 

@@ -3,8 +3,6 @@
 N tokens, n rows computed, D hidden size, V vocabulary, K classes of a teacher's top k.
 """
 
-import math
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -28,7 +26,7 @@ from lowtide.head.call import (
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run, weight_lift
 from lowtide.head.nodes import Function, Shape, head_flop, named_gradients
 from lowtide.head.options import HeadOptions, Reduction
-from lowtide.head.plan import HeadPlan, choose_gradient, plan_both_sides
+from lowtide.head.plan import choose_gradient, plan_both_sides
 from lowtide.head.ranks import Alone, Ranks, VocabShard
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.terms.dense import Dense, DenseKernels
@@ -114,8 +112,7 @@ def linear_divergence(
             hidden states are NaN or inf. None: everywhere.
         options: Memory and implementation: see `HeadOptions`. ``"row"`` (kernels over rows of both sides' logits, on
             NVIDIA GPUs with Triton) supports a teacher's own head and no float64; there is no ``"exp"``. With a value
-            per token, gradients are computed in forward only if ``gradient="forward"`` requests it and the student's
-            head is frozen.
+            per token there is no ``gradient="forward"``.
         reduction: ``"none"``: one value per token. ``"sum"``, or ``"mean"`` over the tokens where ``mask`` is True.
         num_items: Number above 0, or 0-d tensor (not inspected), that replaces the mean's denominator, for
             gradient accumulation. An error with the other reductions.
@@ -161,28 +158,23 @@ def linear_divergence(
         kind = "forward_kl" if beta == 0 else "reverse_kl"
     check_mask(mask, input, "dtype torch.bool, True where computed")
     ids = logprobs = None
-    tail, teacher_dtype = "", head.dtype
+    tail, teacher_dtype, of_teacher = "", head.dtype, (teacher_input, teacher_weight, teacher_bias)
     if teacher_topk is None:
-        teacher_dtype = _check_teacher(input, head.dtype, teacher_input, teacher_weight, teacher_bias, ranks)
+        teacher_dtype = _check_teacher(input, head.dtype, *of_teacher, ranks)
     else:
-        of_teacher = (teacher_input, teacher_weight, teacher_bias, teacher_softcap)
-        for name, value in zip((*TEACHER, "teacher_softcap"), of_teacher, strict=True):
+        for name, value in zip((*TEACHER, "teacher_softcap"), (*of_teacher, teacher_softcap), strict=True):
             if value is not None:
                 got = f"a {type(value).__name__}"
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
-    gradient = choose_gradient(head.gradient, reduction, head.frozen, divergence=True)
-    mask = ranks.whole(mask)
+    recompute = choose_gradient(head.gradient, reduction) == "recompute"
+    hidden, weight, bias = (None if x is None else x.detach() for x in of_teacher)
     args = DivergenceArgs(
-        teacher_input=None if teacher_input is None else ranks.whole(teacher_input.detach()),
-        teacher_weight=None if teacher_weight is None else ranks.local(teacher_weight.detach()),
-        teacher_bias=None if teacher_bias is None else ranks.local(teacher_bias.detach()), topk_ids=ranks.whole(ids),
-        topk_logprobs=ranks.whole(logprobs), mask=None if mask is None else mask.reshape(-1),
-        temperature=_check_temperature(temperature), num_items=denominator,
-        teacher_softcap=check_softcap("teacher_softcap", teacher_softcap), teacher_dtype=teacher_dtype, kind=kind,
-        beta=beta, tail=tail, reduction=reduction,
+        ranks.whole(hidden), ranks.local(weight), ranks.local(bias), ranks.whole(ids), ranks.whole(logprobs),
+        None if mask is None else ranks.whole(mask).reshape(-1), _check_temperature(temperature), denominator,
+        check_softcap("teacher_softcap", teacher_softcap), teacher_dtype, kind, beta, tail, reduction,
     )  # fmt: skip
-    value = DIVERGENCE(head, args, recompute=gradient == "recompute")["value"]
+    value = DIVERGENCE(head, args, recompute=recompute)["value"]
     return ranks.result(value.view(input.shape[:-1]) if reduction == "none" else value)
 
 
@@ -191,12 +183,11 @@ def _check_teacher(
     ranks: Ranks | Alone,
 ) -> torch.dtype:  # fmt: skip
     """Check the teacher's own head, and return the dtype that its GEMM's operands take."""
-    for name, value in (("teacher_input", hidden), ("teacher_weight", weight)):
-        if value is None:
-            hint = "Give hidden states and weight of the teacher, or its top k."
-            raise ArgumentValueError(message(name, "a tensor, as teacher_topk is None", "None", hint))
-    assert hidden is not None
-    assert weight is not None
+    if hidden is None or weight is None:
+        hint = "Give hidden states and weight of the teacher, or its top k."
+        raise ArgumentValueError(
+            message(TEACHER[hidden is not None], "a tensor, as teacher_topk is None", "None", hint)
+        )
     teacher_dtype = check_head(hidden, weight, bias, TEACHER)
     if isinstance(ranks, Ranks):
         ranks.check_alike("teacher_weight", weight)
@@ -234,8 +225,7 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
     if logprobs.shape != ids.shape:
         expected = f"shape {list(ids.shape)}, as the ids have"
         raise ArgumentValueError(message("teacher_topk.logprobs", expected, str(list(logprobs.shape))))
-    N, K = math.prod(input.shape[:-1]), ids.shape[-1]
-    return ids.long().reshape(N, K), logprobs.detach().reshape(N, K), tail
+    return ids.long().reshape(-1, ids.shape[-1]), logprobs.detach().reshape(-1, ids.shape[-1]), tail
 
 
 def _check_temperature(temperature: float | Tensor) -> Tensor | None:
@@ -254,14 +244,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
     """
     _check_ids(head, args)
     rows, denominator = _rows(head, args.mask), _denominator(head, args)
-    factor: Tensor | None = None
-    if any(wanted):
-        factor = torch.ones((), dtype=head.wide, device=head.input.device)
-        if denominator is not None:
-            factor = factor / denominator
-        factor = factor.expand(head.tokens)
-        if args.mask is not None:  # a mean over nothing has a factor of infinity
-            factor = factor.where(args.mask, 0)
+    factor = _factor(head, args, head.input.new_ones((), dtype=head.wide), denominator) if any(wanted) else None
     numbers, into = _run(head, args, rows, wanted, factor)
     value = rows.among_all(numbers["value"])
     value = value if args.mask is None else value.where(args.mask, 0)
@@ -279,23 +262,42 @@ def backward(
 
     Tokens to which nothing flows back are left out as masked ones are.
     """
-    factor = upstream["value"]
-    assert factor is not None
-    factor, denominator = factor.to(head.wide), _denominator(head, args)
-    factor = (factor if denominator is None else factor / denominator).expand(head.tokens)
-    if args.mask is not None:
-        factor = factor.where(args.mask, 0)
+    given = upstream["value"]
+    assert given is not None
+    factor = _factor(head, args, given, _denominator(head, args))
     rows = _rows(head, factor != 0)
     return _run(head, args, rows, wanted, factor, rows.of_each(known))[1]
+
+
+def _factor(head: Head, args: DivergenceArgs, upstream: Tensor, denominator: Tensor | int | None) -> Tensor:
+    """Return what each token's gradient is multiplied with [N]: 0 where masked, of a mean over nothing too."""
+    factor = upstream.to(head.wide)
+    factor = (factor if denominator is None else factor / denominator).expand(head.tokens)
+    return factor if args.mask is None else factor.where(args.mask, 0)
 
 
 def _run(
     head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, factor_N: Tensor | None, known: Numbers | None = None
 ) -> tuple[Numbers, Gradients]:
     """Return the rows' numbers, and the needed gradients of the sum of ``factor * value``."""
-    if args.temperature is not None:
-        head = _scaled(head, 1 / scalar_on(head.input.device, args.temperature, head.wide))
-    plan, terms = _terms(head, args, rows, wanted, stored=known is None and factor_N is not None)
+    scale = args.temperature
+    softcap: float | Tensor | None = args.teacher_softcap
+    if scale is not None:  # both sides' logits are divided by the temperature
+        scale = 1 / scalar_on(head.input.device, scale, head.wide)
+        softcap = None if softcap is None else softcap * scale
+        head = head._replace(scale=scale, softcap=None if head.softcap is None else head.softcap * scale)
+    stored = known is None and factor_N is not None
+    plan, teacher_plan = plan_both_sides(head, args, rows.n, wanted, stored=stored)
+    terms: Terms
+    if args.teacher_input is None or args.teacher_weight is None:
+        terms = KnownClasses(head, plan, args, rows)
+    else:
+        teacher = head._replace(
+            input=args.teacher_input, weight_VD=args.teacher_weight, bias_V=args.teacher_bias, softcap=softcap,
+            dtype=args.teacher_dtype, ranks=Alone(len(args.teacher_weight)) if head.ranks.alone else head.ranks,
+        ).prepared()  # fmt: skip
+        form = DenseKernels if plan.backend == "row" else Dense
+        terms = form(head, plan, teacher, teacher_plan, rows, args.kind, args.beta)
     into = gradient_buffers(head, rows, plan, wanted, stored=known is None)
     if factor_N is None:
         return run(head, rows, plan, terms), into
@@ -307,21 +309,18 @@ def _run(
 
 def _rows(head: Head, kept_N: Tensor | None) -> Rows:
     """Return which tokens are computed."""
-    rows = Rows(tokens=head.tokens, index=None if kept_N is None else head.positions_of(kept_N))
     if kept_N is None or head.drops_tokens:
-        return rows
-    return replace(rows, kept=rows.of(kept_N).contiguous())
+        return Rows(tokens=head.tokens, index=None if kept_N is None else head.positions_of(kept_N))
+    return Rows(tokens=head.tokens, kept=kept_N.contiguous())
 
 
-def _denominator(head: Head, args: DivergenceArgs) -> Tensor | None:
+def _denominator(head: Head, args: DivergenceArgs) -> Tensor | int | None:
     """Return what the mean over the tokens divides by; None for the other reductions."""
     if args.reduction != "mean":
         return None
     if args.num_items is not None:
         return scalar_on(head.input.device, args.num_items, head.wide)
-    if args.mask is not None:
-        return args.mask.sum(dtype=head.wide)
-    return torch.full((), head.tokens, dtype=head.wide, device=head.input.device)
+    return head.tokens if args.mask is None else args.mask.sum(dtype=head.wide)
 
 
 def _check_ids(head: Head, args: DivergenceArgs) -> None:
@@ -336,36 +335,14 @@ def _check_ids(head: Head, args: DivergenceArgs) -> None:
             raise TargetIndexError(message("teacher_topk", "class indices of 0 or more", got, hint))
 
 
-def _scaled(head: Head, scale: Tensor | None) -> Head:
-    """Return a side whose logits are divided by the temperature."""
-    if scale is None:
-        return head
-    return head._replace(scale=scale, softcap=None if head.softcap is None else head.softcap * scale)
-
-
-def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stored: bool) -> tuple[HeadPlan, Terms]:
-    plan, teacher_plan = plan_both_sides(head, args, rows.n, wanted, stored=stored)
-    if args.teacher_input is None or args.teacher_weight is None:
-        return plan, KnownClasses(head, plan, args, rows)
-    teacher = head._replace(
-        input=args.teacher_input, weight_VD=args.teacher_weight, bias_V=args.teacher_bias, scale=None,
-        softcap=args.teacher_softcap, dtype=args.teacher_dtype,
-        ranks=Alone(len(args.teacher_weight)) if head.ranks.alone else head.ranks,
-    ).prepared()  # fmt: skip
-    form = DenseKernels if plan.backend == "row" else Dense
-    return plan, form(head, plan, _scaled(teacher, head.scale), teacher_plan, rows, args.kind, args.beta)
-
-
 def _shapes(head: Head, args: DivergenceArgs, keep: bool) -> dict[str, Shape]:
     of_value: tuple[int, ...] = (head.tokens,) if args.reduction == "none" else ()
     return {"value": (of_value, head.wide)} | dict.fromkeys(KNOWN, ((head.tokens if keep else 0,), head.wide))
 
 
 def _flop(head: Head, args: DivergenceArgs, wanted: Wanted) -> int:
-    own = head_flop(head.input, head.weight_VD, wanted)
-    if args.teacher_input is None or args.teacher_weight is None:
-        return own
-    return own + head_flop(args.teacher_input, args.teacher_weight)
+    own, x, weight = head_flop(head.input, head.weight_VD, wanted), args.teacher_input, args.teacher_weight
+    return own if x is None or weight is None else own + head_flop(x, weight)
 
 
 DIVERGENCE = Function(

@@ -156,10 +156,10 @@ class Chunks:
         numbers, outside = joined(found)
         if C and not (into.input_ND is None and into.weight_VD is None and into.bias_V is None):
             g_CV = (z if self._gradient is None else self._gradient[:C])[:, :V]
-            self._add_products(terms, g_CV, outside, x_CD, part, into)
+            self.add_products(terms, g_CV, outside, x_CD, part, into)
         return numbers
 
-    def _add_products(
+    def add_products(
         self, terms: Terms, g_CV: Tensor, outside: Tensor | None, x_CD: Tensor, part: slice, into: Gradients
     ) -> None:
         """Add a chunk's products; across ranks the input's is summed during the weight's GEMM."""

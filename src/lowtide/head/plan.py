@@ -289,7 +289,7 @@ def plan_divergence(
     choice = choose("divergence", options.backend, row=why_not_row(device, dtype, V, topk=topk is not None))
     return plan_of(Work(
         (N, D, V), dtype, weight_dtype or dtype, device, options.workspace_mib, options.accumulate, *choice,
-        weight_frozen, choose_gradient(options.gradient, reduction, weight_frozen, divergence=True),
+        weight_frozen, choose_gradient(options.gradient, reduction),
         teacher=(teacher_D or 0, topk or teacher_V or V, teacher_dtype or dtype),
     ))  # fmt: skip
 
@@ -386,20 +386,18 @@ def support_backend(head: Head) -> tuple[str, str]:
     return choose("sets", head.backend, row=why_not_row(head.input.device, head.dtype, max(1, head.ranks.most_rows)))
 
 
-def choose_gradient(asked: str, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> str:
+def choose_gradient(asked: str, reduction: str, weight_frozen: bool = False) -> str:
     """Return when the gradients are computed; raise if forward was requested and cannot be right.
 
     A scalar loss has one upstream gradient, a factor applied afterwards. With one loss a token a frozen head still
-    allows it: the input's gradient is a row times its upstream factor. Of a divergence three numbers a token are stored
-    instead, and the input's gradient only if requested.
+    allows it: the input's gradient is a row times its upstream factor.
     """
     known = reduction != "none" or weight_frozen
     if asked == "forward" and not known:
-        expected = "'auto' or 'recompute' with reduction='none' and a head that is trained"
+        expected = "'auto' or 'recompute' with reduction='none'"
         hint = "The weight's gradient needs each token's upstream gradient, known in backward only."
         raise UnsupportedError(message("gradient", expected, "'forward'", hint))
-    small = divergence and reduction == "none" and asked == "auto"
-    return "recompute" if asked == "recompute" or not known or small else "forward"
+    return "recompute" if asked == "recompute" or not known else "forward"
 
 
 @lru_cache(maxsize=512)

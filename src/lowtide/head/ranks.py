@@ -169,8 +169,8 @@ class Alone(Group):
         """Return what is given: the sum over all ranks, what this one holds of it, and so on."""
         return x
 
-    sum_of = logsumexp_of = highest_of = add_up_ = put_together_ = whole_rows = own_classes = share_of = itself
-    hidden = local = whole = result = class_weight = itself
+    sum_of = logsumexp_of = highest_of = whole_rows = itself
+    hidden = local = whole = result = own_classes = itself
 
     def here(self, y: Tensor) -> tuple[Tensor, None]:
         """Return each class's row of the weight, and no mask: all are here."""
@@ -212,43 +212,10 @@ class Ranks(Group):
         under_way, rows = Exchange(product_CD, work), part if index is None else index[part]
         return lambda: put(rows, under_way.get())
 
-    def share_of(self, part: slice) -> slice:
-        """Return the rows of a chunk that are this rank's share."""
-        C, i = part.stop - part.start, self._group.rank()
-        return slice(part.start + i * C // self.size, part.start + (i + 1) * C // self.size)
-
-    def _shares(self, C: int) -> list[int]:
-        return [(i + 1) * C // self.size - i * C // self.size for i in range(self.size)]
-
     def whole_rows(self, z_CV: Tensor) -> Tensor:
-        """Return logits of this rank's share of a chunk's rows and of all classes."""
-        if not len(z_CV):
-            return z_CV.new_empty(0, self.vocab)
-        shares = self._shares(len(z_CV))
-        c = shares[self._group.rank()]
-        received = [c * V for V in self._classes]
-        out = swapped(z_CV.reshape(-1), [C * self.rows for C in shares], received, self._group)
-        blocks = zip(torch.split(out, received), self._classes, strict=True)
-        return torch.cat([block.view(c, V) for block, V in blocks], 1)
-
-    def own_classes(self, g_cV: Tensor, C: int) -> Tensor:
-        """Undo `whole_rows` for a gradient: return it for all ``C`` rows of the chunk and this rank's classes."""
-        if not C:
-            return g_cV.new_empty(0, self.rows)
-        blocks = torch.cat([block.reshape(-1) for block in torch.split(g_cV, self._classes, 1)])
-        sent, received = [len(g_cV) * V for V in self._classes], [c * self.rows for c in self._shares(C)]
-        return swapped(blocks, sent, received, self._group).view(C, self.rows)
-
-    def add_up_(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' ``x``, in its memory."""
-        dist.all_reduce(x, group=self._group)
-        return x
-
-    def put_together_(self, x: Tensor) -> Tensor:
-        """Return ``x``, contiguous, whose entries one rank has and the others 0, of any dtype, in its memory."""
-        if x.numel():
-            self.add_up_(x.view(-1).view(torch.uint8))  # bytes: 0 added to a number would make 0 of -0
-        return x
+        """Return a chunk's logits of all classes."""
+        blocks = zip(self.gather(pad(z_CV, [0, self.most_rows - self.rows])), self._classes, strict=True)
+        return torch.cat([block[:, :V] for block, V in blocks], 1)
 
     def begin_gather(self, x: Tensor) -> Exchange:
         """Begin to gather every rank's ``x`` [W, ...]."""
@@ -288,9 +255,9 @@ class Ranks(Group):
         """Return a tensor as a plain one that is whole; one that is plain is so already."""
         return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
-    def class_weight(self, weight_V: Tensor | None) -> Tensor | None:
-        """Return the class weights of this rank's classes."""
-        return None if weight_V is None else weight_V[self.first : self.first + self.rows]
+    def own_classes(self, x_V: Any) -> Any:
+        """Return what belongs to this rank's classes of something [V, ...]."""
+        return None if x_V is None else x_V[self.first : self.first + self.rows]
 
     def check_alike(self, name: str, weight: Tensor) -> None:
         """Check that another head is sharded as this one: by DTensors or not, and the same classes on each rank."""

@@ -204,7 +204,7 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
         counted = scalar_on(head.input.device, args.num_items, wide)
     return Loss(
         rows=replace(rows, kept=kept), y=y, unit=unit, counted=counted if args.reduction == "mean" else None,
-        class_weight=ranks.class_weight(q), total=None if q is None else q.sum(), own_n=own_n,
+        class_weight=ranks.own_classes(q), total=None if q is None else q.sum(), own_n=own_n,
         label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V, mask=args.mask,
     ), plan  # fmt: skip
 
