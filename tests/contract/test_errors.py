@@ -90,7 +90,7 @@ OF_REDUCED: list[Bad] = [
     ({"num_items": 3, "reduction": "none"}, ValueError,
      "^num_items: expected None with reduction='none', got 3. Only a mean is divided."),
     ({"options": HeadOptions(gradient="forward"), "reduction": "none"}, RuntimeError,
-     "^gradient: expected 'auto' or 'recompute' with reduction='none', got 'forward'"),
+     "^gradient: expected 'auto' or 'recompute' with a value for each token"),
 ]  # fmt: skip
 OF_SEVERAL_TARGETS: list[Bad] = [
     ({"target": torch.ones(2, 4, 3, dtype=LONG)}, ValueError, r"^target: expected shape \[2, 3\] or \[2, 3, K\]"),
@@ -99,7 +99,7 @@ OF_SEVERAL_TARGETS: list[Bad] = [
     (
         {"options": HeadOptions(gradient="forward")},
         RuntimeError,
-        "^gradient: expected 'auto' or 'recompute' for values",
+        "^gradient: expected 'auto' or 'recompute' with a value for each token",
     ),
 ]
 OWN: dict[str, list[Bad]] = {
@@ -200,7 +200,7 @@ OWN: dict[str, list[Bad]] = {
         ({"options": HeadOptions(backend="exp")}, RuntimeError,
          "^backend: expected 'auto' or 'torch', got 'exp'.*not for linear_apply"),
         ({"options": HeadOptions(gradient="forward")}, RuntimeError,
-         "^gradient: expected 'auto' or 'recompute' with out"),
+         "^gradient: expected 'auto' or 'recompute' with a value for each token"),
         ({"fn": lambda z, y: (z.sum(), z.square().sum()), "out": "sum", "options": HeadOptions(gradient="forward")},
          RuntimeError, "^gradient: expected 'auto' or 'recompute' unless fn returns one scalar, got 2"),
         ({"linear_weight": torch.rand(0, 4), "linear_bias": None}, ValueError, "at least one class"),

@@ -178,7 +178,7 @@ def errors() -> None:
         (ArgumentValueError, r"linear_weight: expected shape \[", (x, w), {"vocab_shard": shard}),
         (ArgumentTypeError, r"linear_weight: .*DTensor", (x, pw), {"vocab_shard": shard}),
         (ArgumentValueError, "weight: expected one class weight for each of 50", (px, pw), one_more),
-        (UnsupportedError, "vocabulary is sharded", (px, pw), {"options": lowtide.HeadOptions(backend="row")}),
+        (UnsupportedError, "all classes on one rank", (px, pw), {"options": lowtide.HeadOptions(backend="row")}),
         (UnsupportedError, "gradient", (px, pw), stored),
     ]
     for kind, said, args, kwargs in wrong:

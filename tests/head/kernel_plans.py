@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import lowtide.head.apply as face
-from lowtide.head import divergence
+from lowtide.head import divergence, token_stats
 from lowtide.head.call import Gradients, Head
 from lowtide.head.engine import Chunks, gradient_buffers
 from lowtide.head.plan import HeadPlan
-from lowtide.head.terms import cross_entropy, token_stats
-from lowtide.head.terms.dense import Dense
+from lowtide.head.terms import cross_entropy
+from lowtide.head.terms.divergence import Dense
 
 CHUNK = 7  # rows
 
@@ -104,7 +104,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     for module in (cross_entropy, token_stats, divergence):
         patched.setattr(module, "gradient_buffers", poisoned)
     patched.setattr(Head, "drops_tokens", False)
-    for module in (cross_entropy, token_stats, divergence):
+    for module in (cross_entropy, divergence):
         patched.setattr(module, "looks_at_numbers", lambda device: False)
     for module in (cross_entropy, token_stats):
         patched.setattr(

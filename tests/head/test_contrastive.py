@@ -113,7 +113,7 @@ BAD: list[tuple[dict[str, Any], type[LowtideError], str]] = [
     ({"mask": torch.zeros(4, 4) > 0, "options": HeadOptions(backend="exp")}, UnsupportedError,
      r"backend: expected 'auto', .*lacks others"),
     ({"positives": torch.zeros(4, 3).long(), "options": HeadOptions(gradient="forward")}, UnsupportedError,
-     "gradient: expected 'auto' or 'recompute' with several positives"),
+     "gradient: expected 'auto' or 'recompute' with a value for each token"),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from lowtide.head.call import Gradients, Head, Wanted, check_mask, checked_call
 from lowtide.head.engine import Chunks, Terms, gradient_buffers, narrow_view
 from lowtide.head.nodes import scaled
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, chunk_of, plan_head
+from lowtide.head.plan import HeadPlan, choose_gradient, chunk_of, plan_head
 from lowtide.head.ranks import VocabShard
 from lowtide.head.rows import Rows, slices, take_leading
 
@@ -146,9 +146,7 @@ def linear_apply(
     head = checked_call("linear_apply", *of_head, softcap, options, vocab_shard, gathered=True)
     ranks, leading, device = head.ranks, input.shape[:-1], head.input.device
     _check_arguments(fn, input, token_args, mask, out, compile)
-    if head.gradient == "forward" and out == "token":
-        hint = "Each token's upstream gradient is known in backward only."
-        raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
+    choose_gradient(head.gradient, "none" if out == "token" else "sum")
     index = None if mask is None else ranks.whole(mask).reshape(-1).nonzero()[:, 0]
     rows = Rows(tokens=leading.numel(), index=index)
     weight, V = head.weight_VD, ranks.vocab
@@ -306,7 +304,7 @@ class FunctionPass(Terms):
         chunks = Chunks(head, self.rows, self.plan, self)
         for part in chunks.parts or [slice(0, 0)]:
             x_CD = chunks.hidden(part)
-            C, own_CV = len(x_CD), chunks.logits(x_CD)[:, : ranks.rows]
+            C, own_CV = len(x_CD), chunks.logits(x_CD, part)[:, : ranks.rows]
             z_CV = ranks.whole_rows(own_CV)
             if self.upstream is None and self.form is None:
                 self._compare(z_CV, part.start)

@@ -18,7 +18,7 @@ from lowtide.arguments import (
     positive_scalar,
     refuse_transforms,
 )
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, message
 from lowtide.graph import node
 from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, check_head, checked_call
 from lowtide.head.options import HeadOptions
@@ -32,7 +32,7 @@ from lowtide.head.ranks import (
 )
 from lowtide.head.rows import looks_at_numbers
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
-from lowtide.head.terms.token_stats import TOKEN_STATS
+from lowtide.head.token_stats import TOKEN_STATS
 
 NAMES = ("queries", "keys", "")
 NAIVE = "torch.nn.functional.cross_entropy(queries @ keys.T / temperature, positives)"
@@ -167,9 +167,7 @@ def _mean_over_positives(head: Head, y: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean over queries of the mean over their positives y [Q, P] of minus the log-probability."""
     if y.shape[1] == 1:
         return _cross_entropy(head, CrossEntropyArgs(y.reshape(-1), ignore_index=NONE, mask=mask))
-    if head.gradient == "forward":
-        hint = "Each positive's upstream gradient is known in backward only."
-        raise UnsupportedError(message("gradient", "'auto' or 'recompute' with several positives", "'forward'", hint))
+    choose_gradient(head.gradient, "none")  # each has an upstream gradient of its own
     # in the places of padding the query's first positive, with weight 0: a class that is masked for it may not count
     some = y != NONE
     first = y.gather(1, some.int().argmax(1, keepdim=True))

@@ -29,8 +29,7 @@ from lowtide.head.options import HeadOptions, Reduction
 from lowtide.head.plan import choose_gradient, plan_both_sides
 from lowtide.head.ranks import Alone, Ranks, VocabShard
 from lowtide.head.rows import Rows, looks_at_numbers
-from lowtide.head.terms.dense import Dense, DenseKernels
-from lowtide.head.terms.known_classes import KnownClasses
+from lowtide.head.terms.divergence import Dense, DenseKernels, KnownClasses
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "tv"]
 TAILS = ("bucket", "renormalise", "drop")

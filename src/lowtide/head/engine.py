@@ -31,6 +31,7 @@ class Terms:
     spare = False  # whether ``z`` always has that column more
     raw = False  # whether ``z`` is ``x @ w.T`` alone: a kernel adds the bias, scales and caps it itself
     lift: Tensor | None = None  # what the weight's gradient is multiplied with until the last chunk, for fp16
+    mask: Callable[[Tensor, slice], object] | None = None  # writes -inf over logits of classes that rows lack
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
         """Return numbers of each row [C, ...], the same on every rank; ``z`` is left as it is for `gradient_`.
@@ -72,7 +73,7 @@ def run(
     for part in chunks.parts or [slice(0, 0)]:
         x_CD = chunks.hidden(part)
         if upstream is None or into is None:
-            found.append((terms.numbers(chunks.logits(x_CD), part), None))
+            found.append((terms.numbers(chunks.logits(x_CD, part), part), None))
         else:
             found.append((chunks.add_gradients(terms, x_CD, part, upstream, known, into), None))
     if into is not None and into.weight_VD is not None and terms.lift is not None:
@@ -88,7 +89,7 @@ class Chunks:
 
     def __init__(self, head: Head, rows: Rows, plan: HeadPlan, terms: Terms) -> None:
         # not the terms: they may hold chunks themselves, and memory in a circle is not freed at once
-        self.head, self.rows, self.plan, self.raw = head, rows, plan, terms.raw
+        self.head, self.rows, self.plan, self.raw, self.mask = head, rows, plan, terms.raw, terms.mask
         whole = plan.backward_gemm != "blocks" or plan.logits_gemm == "out_dtype"
         # of other strides mm would copy it once a chunk
         weight_VD = head.weight_VD if 1 in head.weight_VD.stride() else head.weight_VD.contiguous()
@@ -112,8 +113,8 @@ class Chunks:
         for part in slices(len(self.weight_VD), self.plan.block_rows):
             yield part, self._block[: part.stop - part.start].copy_(self.weight_VD[part].to(self.head.dtype))
 
-    def logits(self, x_CD: Tensor) -> Tensor:
-        """Return the logits of these hidden states."""
+    def logits(self, x_CD: Tensor, rows: slice) -> Tensor:
+        """Return the logits of these rows' hidden states."""
         head, V = self.head, self.head.ranks.rows
         bias_V, scale, cap = (None, None, None) if self.raw else (head.bias_V, head.scale, head.softcap)
         z = self._logits[: len(x_CD), : self._columns]
@@ -133,6 +134,8 @@ class Chunks:
                 z_V[:, part].div_(cap).tanh_().mul_(cap)
         if self._columns > V:
             z[:, V:] = -torch.inf
+        if self.mask is not None:
+            self.mask(z, rows)
         return z
 
     def add_gradients(
@@ -145,7 +148,7 @@ class Chunks:
         found: list[tuple[Numbers, Tensor | None]] = []
         for rows in list(slices(C, self._piece)) or [slice(0, 0)]:
             of_all = slice(part.start + rows.start, part.start + rows.stop)
-            z = self.logits(x_CD[rows])
+            z = self.logits(x_CD[rows], of_all)
             if self._gradient is not None:
                 terms.out = self._gradient[rows, :V]
             if known is None:

@@ -394,8 +394,8 @@ def choose_gradient(asked: str, reduction: str, weight_frozen: bool = False) -> 
     """
     known = reduction != "none" or weight_frozen
     if asked == "forward" and not known:
-        expected = "'auto' or 'recompute' with reduction='none'"
-        hint = "The weight's gradient needs each token's upstream gradient, known in backward only."
+        expected = "'auto' or 'recompute' with a value for each token, unless that is a frozen head's loss"
+        hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", expected, "'forward'", hint))
     return "recompute" if asked == "recompute" or not known else "forward"
 

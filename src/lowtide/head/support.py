@@ -52,9 +52,9 @@ def check_support(support: object, input: Tensor, names: frozenset[str]) -> Tens
 
 def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:  # noqa: ARG001
     """Return the statistics of all N tokens, "outside" as a number of each; with ``keep`` the sets' logits."""
+    check_classes(head, args.target, args.ignore_index)
     if looks_at_numbers(head.input.device):
-        y, ids, V = args.target.reshape(-1), args.ids.reshape(-1), head.ranks.vocab
-        check_classes(y, (y != args.ignore_index) & ((y < 0) | (y >= V)), V, args.ignore_index)
+        ids, V = args.ids.reshape(-1), head.ranks.vocab
         wrong = ((ids < NOTHING) | (ids >= V)).nonzero()
         if len(wrong):
             raise TargetIndexError(

@@ -1,21 +1,41 @@
-"""Log-probabilities, entropies and other statistics of each token, without logits in memory."""
+"""Log-probabilities, entropies and other statistics of each token, without logits in memory.
+
+N tokens, n rows computed, K targets a token, V vocabulary.
+"""
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.call import CrossEntropyArgs, Head, SupportArgs, TokenStatsArgs, check_target, checked_call
+from lowtide.head.call import (
+    CrossEntropyArgs,
+    Gradients,
+    Head,
+    SupportArgs,
+    TokenStatsArgs,
+    Wanted,
+    check_target,
+    checked_call,
+)
+from lowtide.head.engine import gradient_buffers, run
+from lowtide.head.nodes import Function, Shape
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import choose_gradient
+from lowtide.head.plan import HeadPlan, choose_gradient, plan_token_stats, skips_tokens
 from lowtide.head.ranks import VocabShard
+from lowtide.head.rows import Rows
 from lowtide.head.support import SUPPORT, check_support
-from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
-from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS
+from lowtide.head.terms.cross_entropy import CROSS_ENTROPY, check_classes
+from lowtide.head.terms.loss import Mask
+from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+
+if TYPE_CHECKING:  # it has kernels, and needs Triton
+    from lowtide.head.exponentials.tile_sums import TileStatistics
 
 
 class TopK(NamedTuple):
@@ -60,7 +80,9 @@ class TokenStats(NamedTuple):
 Want = Literal[
     "logprob", "entropy", "lse", "mean_logit", "argmax", "sum_sq_prob", "topk", "is_top1", "outside"
 ]  # fmt: skip
-WANTS = tuple(name for name in TokenStats._fields if name != "outside")  # what is returned on request only
+WANTS = TokenStats._fields[:-1]  # what is returned on request only: all but "outside"
+OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
 
 
 def linear_logprobs(
@@ -119,8 +141,10 @@ def linear_logprobs(
         >>> linear_logprobs(hidden, head.weight, labels, logit_scale=1 / 0.7).shape
         torch.Size([2, 5])
     """
-    of_head = input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
-    head = checked_call("linear_logprobs", *of_head, gathered=support is not None)
+    head = checked_call(
+        "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard,
+        gathered=support is not None,
+    )  # fmt: skip
     check_target(input, target, linear_weight, several=True)
     return _token_stats(head, input, support, target, frozenset({"logprob"}), 0, ignore_index).logprob
 
@@ -193,20 +217,21 @@ def linear_token_stats(
         >>> accuracy = stats.is_top1.float().mean()
     """
     names = _check_want(want)
-    if topk is not None:
-        names = names.union({"topk"})
-    elif "topk" in names:
+    if "topk" in names and topk is None:
         raise ArgumentValueError(message("topk", "an int, as want has 'topk'", "None", "Pass their number: topk=5."))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):
-        of_head = input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
-        head = checked_call("linear_token_stats", *of_head, gathered=support is not None)
-        highest, V = 0 if topk is None else check_index("topk", topk), head.ranks.vocab
-        if topk is not None and not 1 <= highest <= V:
-            raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))
+        head = checked_call(
+            "linear_token_stats", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard,
+            gathered=support is not None,
+        )  # fmt: skip
+        highest, V = 0, head.ranks.vocab
+        if topk is not None:
+            highest, names = check_index("topk", topk), names | {"topk"}
+            if not 1 <= highest <= V:
+                raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))
         if target is not None:
             check_target(input, target, linear_weight, several=True)
-        elif not names.isdisjoint(OF_TARGETS):
-            needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
+        elif needed := " and ".join(repr(name) for name in OF_TARGETS if name in names):
             hint = "Pass the targets, or a want without these."
             raise ArgumentValueError(message("target", f"class indices, as want has {needed}", "None", hint))
         return _token_stats(head, input, support, target, names, highest, ignore_index)
@@ -217,44 +242,39 @@ def _token_stats(
     ignore_index: int,
 ) -> TokenStats:  # fmt: skip
     """Return fields ``names`` for the tokens of ``input``, the caller's."""
-    ranks, leading = head.ranks, input.shape[:-1]
-    by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading) and support is None
+    ranks, leading, has_targets = head.ranks, input.shape[:-1], target is not None
+    target = head.input.new_empty(*leading, 0, dtype=torch.long) if target is None else ranks.whole(target).long()
+    by_loss = names == {"logprob"} and target.dim() == len(leading) and support is None
     if head.skip and not by_loss:
         hint = "Of statistics only log-probabilities of one target a token, over the whole vocabulary, skip tiles."
         raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
-    K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
-    if head.gradient == "forward" and not (by_loss and head.frozen):
-        hint = "Each token's upstream gradient is known in backward only."
-        raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
-    ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
-    if by_loss and target is not None:
+    when = choose_gradient(head.gradient, "none", by_loss and head.frozen)
+    ignore_index = check_index("ignore_index", ignore_index)
+    if by_loss:
         # a token's log-probability is minus its cross entropy, which has more backends; 0 - x leaves no -0.0
-        of_loss = CrossEntropyArgs(target.long(), reduction="none", ignore_index=ignore_index)
-        recompute = choose_gradient(head.gradient, "none", head.frozen) == "recompute"
-        loss = CROSS_ENTROPY(head, of_loss, recompute=recompute)["loss"]
+        args = CrossEntropyArgs(target, reduction="none", ignore_index=ignore_index)
+        loss = CROSS_ENTROPY(head, args, recompute=when == "recompute")["loss"]
         return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))
-    N = math.prod(leading)
-    y_NK = head.input.new_zeros((N, 0), dtype=torch.long) if target is None else target.long().reshape(N, K)
-    want, wanted = ",".join(sorted(names)), set(names)
+    N, want = math.prod(leading), ",".join(sorted(names))
+    y_NK = target.reshape(N, math.prod(target.shape[len(leading) :]))
     if support is None:
-        args = TokenStatsArgs(target=y_NK, want=want, topk=topk, ignore_index=ignore_index)
-        found = TOKEN_STATS(head, args, recompute=True)
-        wanted |= {"topk_values", "topk_ids"} if topk else set()
+        found = TOKEN_STATS(head, TokenStatsArgs(y_NK, want, topk, ignore_index), recompute=True)
     else:
         ids = ranks.whole(check_support(support, input, names))
         if not ids.shape[-1]:
             ids = ids.new_full((*ids.shape[:-1], 1), -1)
         ids = ids.expand(*leading, -1).reshape(N, ids.shape[-1])
-        sets = SupportArgs(target=y_NK, ids=ids, want=want, ignore_index=ignore_index)
-        found = SUPPORT(head, sets, recompute=True)
-        wanted |= set() if target is None else {"outside"}
-        found["outside"] = found["outside"].sum()
-    shapes = {} if target is None else {**dict.fromkeys(OF_TARGETS, target.shape), "outside": ()}
-    fields: dict[str, Any] = {}
-    for name in wanted & found.keys():
-        fields[name] = ranks.result(found[name].view(shapes.get(name, leading + found[name].shape[1:])))
-    if "topk" in names:
-        fields["topk"] = TopK(fields.pop("topk_values"), fields.pop("topk_ids"))
+        found = SUPPORT(head, SupportArgs(y_NK, ids, want, ignore_index), recompute=True)
+
+    def of_tokens(name: str) -> Tensor:
+        shape = target.shape if name in OF_TARGETS else leading + found[name].shape[1:]
+        return ranks.result(found[name].view(shape))
+
+    fields: dict[str, Any] = {name: of_tokens(name) for name in names & found.keys()}
+    if topk:
+        fields["topk"] = TopK(of_tokens("topk_values"), of_tokens("topk_ids"))
+    if support is not None and has_targets:
+        fields["outside"] = ranks.result(found["outside"].sum())
     return TokenStats(**fields)
 
 
@@ -263,7 +283,113 @@ def _check_want(want: Iterable[str]) -> frozenset[str]:
     if isinstance(want, str | Tensor) or not isinstance(want, Iterable):
         raise ArgumentTypeError(message("want", f"a sequence of names among {known}", f"{want!r}"))
     names = frozenset(want)
-    if names.isdisjoint(WANTS) or not names.issubset(TokenStats._fields):
-        wrong = sorted(map(repr, names - set(WANTS)))
-        raise ArgumentValueError(message("want", f"names among {known}", ", ".join(wrong) or "none"))
-    return names.intersection(WANTS)
+    wrong = ", ".join(sorted(map(repr, names.difference(TokenStats._fields))))
+    if wrong or names <= {"outside"}:
+        raise ArgumentValueError(message("want", f"names among {known}", wrong or "none"))
+    return names - {"outside"}
+
+
+def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
+    """Return each requested statistic of all N tokens, and what `backward` needs of them.
+
+    Tokens whose targets are all ignored are left out, if nothing but what is of the targets is wanted.
+    """
+    check_classes(head, args.target, args.ignore_index)
+    kept_NK, is_class_NK = _kept(head, args)
+    rows, plan = _plan(head, args, wanted, kept_NK.any(1) if args.wanted.issubset(OF_TARGETS) else None)
+    y_NK = args.target.where(is_class_NK, 0)
+    if plan.backend == "exp":
+        found = _exponentials(head, rows.of(y_NK), plan, rows).forward(args.wanted, args.topk)
+    else:
+        found = run(head, rows, plan, _terms(args, rows, head, plan, y_NK))
+    found = {name: rows.among_all(x) for name, x in found.items()}
+    found["is_top1"] = (found["argmax"][:, None] == y_NK) & kept_NK & is_class_NK
+    found["logprob"] = found["logprob"].where(is_class_NK, torch.nan).where(kept_NK, 0)
+    if not keep:
+        del found["top_logprob"]
+    return found
+
+
+def backward(
+    head: Head, args: TokenStatsArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
+) -> Gradients:
+    """Return the needed gradients from the upstream ones [N] (of logprob [N, K]), and what forward returned."""
+    kept_NK, is_class_NK = _kept(head, args)
+    g = Upstream(**{name: upstream[name] for name in DIFFERENTIABLE if name in args.wanted})
+    if isinstance(g.logprob, Tensor):
+        g = g._replace(logprob=g.logprob.where(is_class_NK, torch.nan).where(kept_NK, 0))
+    # the highest class in the place of an ignored target
+    usable, top, top_logprob = kept_NK & is_class_NK, known["argmax"], known["top_logprob"]
+    y_NK = args.target.where(usable, top[:, None])
+    numbers = known | {"logprob": known["logprob"].where(usable, top_logprob[:, None])}
+    if "entropy" not in args.wanted:
+        del numbers["entropy"]
+    active_N = g.largest(head.ranks.vocab) != 0
+    rows, plan = _plan(head, args, wanted, active_N)
+    into = gradient_buffers(head, rows, plan, wanted)
+    if plan.backend == "exp":
+        _exponentials(head, rows.of(y_NK), plan, rows).gradients(rows.of_each(numbers), g.of(rows.of), into)
+        return into
+    if not head.drops_tokens:
+        rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
+    g_n, terms = g.of(rows.of), _terms(args, rows, head, plan, y_NK)
+    run(
+        head, rows, plan, terms, into, known=rows.of_each(numbers),
+        upstream=lambda _, part: g_n.of(lambda x: x[part]),
+    )  # fmt: skip
+    return into
+
+
+def _plan(head: Head, args: TokenStatsArgs, wanted: Wanted, active_N: Tensor | None) -> tuple[Rows, HeadPlan]:
+    """Return the rows of the tokens that are ``active_N`` (None: all), and the plan for them."""
+    rows = Rows(tokens=len(args.target), index=None if active_N is None else head.positions_of(active_N))
+    plan = plan_token_stats(head, args, rows.n, wanted)
+    rows = rows.in_order(head.ranks.order(plan))
+    if active_N is not None and skips_tokens(head, plan.backend) and (head.ranks.alone or any(wanted)):
+        from lowtide.head.kernels.elementwise import valid_first
+
+        index, count = valid_first(active_N)  # the others last; the host learns nothing
+        rows = replace(rows, index=index, count=count)
+    return rows, plan
+
+
+def _exponentials(head: Head, y_nK: Tensor, plan: HeadPlan, rows: Rows) -> "TileStatistics":
+    if head.ranks.alone:
+        from lowtide.head.exponentials.tile_sums import TileStatistics
+
+        return TileStatistics(head, y_nK, plan, rows)
+    from lowtide.head.exponentials.sharded import ShardedStatistics
+
+    return ShardedStatistics(head, y_nK, plan, rows)
+
+
+def _terms(args: TokenStatsArgs, rows: Rows, head: Head, plan: HeadPlan, y_NK: Tensor) -> Statistics:
+    y_nK = rows.of(y_NK)
+    terms = Statistics(head, plan, y_nK, args.wanted | {"argmax"}, topk=args.topk)
+    if args.mask is not None:
+        terms.mask = Mask(args.mask, rows, y_nK).fill_
+    return terms
+
+
+def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
+    """Return which targets [N, K] are not ignored, and which are classes."""
+    return args.target != args.ignore_index, (args.target >= 0) & (args.target < head.ranks.vocab)
+
+
+def _shapes(head: Head, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
+    N, K = args.target.shape
+    of_top = (N, args.topk) if args.topk else (0,)
+    wide: dict[str, tuple[int, ...]] = {
+        name: (N if name in args.wanted else 0,) for name in ("entropy", "mean_logit", "sum_sq_prob")
+    }
+    wide |= {"logprob": (N, K), "lse": (N,), "top_logprob": (N if keep else 0,), "topk_values": of_top}
+    others = {"is_top1": ((N, K), torch.bool), "argmax": ((N,), torch.int64), "topk_ids": (of_top, torch.int64)}
+    return {name: (shape, head.wide) for name, shape in wide.items()} | others
+
+
+TOKEN_STATS = Function(
+    "token_stats", "linear_token_stats", TokenStatsArgs, forward, backward, shapes=_shapes,
+    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"),
+    upstream=DIFFERENTIABLE,
+    known=("logprob", "entropy", "lse", "argmax", "top_logprob"),
+)  # fmt: skip

@@ -60,14 +60,10 @@ def batch(C: int, V: int) -> tuple[Tensor, Tensor]:
     return 2 * torch.randn(C, V, generator=g).to(DEVICE), y.to(DEVICE)
 
 
-def run(
-    z_CV: Tensor, y_C: Tensor, *, gradient: Any = "wide", unit_C: Tensor | None = None, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+def run(z_CV: Tensor, y_C: Tensor, *, gradient: Any = "wide", **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return the loss and the gradient, an fp16 one lifted, of logits that are left alone."""
-    C, V = z_CV.shape
-    whole = padded(z_CV)[1:-1]
-    unit = torch.ones(C, device=DEVICE) if unit_C is None else unit_C
-    loss, lift = softmax_rows(whole[:, :V], y_C, unit, gradient=DTYPES[gradient], **launched(kwargs))
+    V, whole = z_CV.shape[1], padded(z_CV)[1:-1]
+    loss, lift = softmax_rows(whole[:, :V], y_C, gradient=DTYPES[gradient], **launched(kwargs))
     if gradient in NARROW:
         narrow = whole.view(NARROW[gradient])[:, :V].float()
         return loss, narrow if lift is None else narrow * lift[:, None]
@@ -114,8 +110,7 @@ def test_sizes(V: int, block: int, gradient: str, names: tuple[str, ...]) -> Non
 def test_a_row_writes_to_its_own_memory(V: int, stride: int, gradient: Any) -> None:
     z, y = batch(4, V)
     room = padded(z, stride)
-    ones = torch.ones(4, device=DEVICE)
-    _, lift = softmax_rows(room[1:5, :V], y, ones, gradient=DTYPES[gradient], longest_block=16)
+    _, lift = softmax_rows(room[1:5, :V], y, gradient=DTYPES[gradient], longest_block=16)
     out = room if gradient == "wide" else room.view(NARROW[gradient])
     got = out[1:5, :V].float() * (1 if lift is None else lift[:, None])
     assert relative_error(got, truth(z, y)[1]) < LOOSE[gradient]
@@ -164,8 +159,8 @@ def test_odd_rows_come_out_as_from_log_softmax_and_poison_no_other(gradient: str
 
 def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return what an fp16 gradient leaves in memory, and its lift."""
-    (C, V), whole = z.shape, padded(z)[1:-1]
-    _, lift = softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient=torch.float16, **launched(kwargs))
+    V, whole = z.shape[1], padded(z)[1:-1]
+    _, lift = softmax_rows(whole[:, :V], y, gradient=torch.float16, **launched(kwargs))
     return whole.view(torch.float16)[:, :V], lift
 
 

@@ -20,7 +20,7 @@ from lowtide.head.terms.statistics import Upstream, entries_of, sum_of_equal
 class TileStatistics(Exponentials):
     """Statistics of each row's logits, in either direction.
 
-    ``y_nK`` are int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
+    ``y_nK`` are int64 classes of the whole vocabulary, all valid.
     """
 
     def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows) -> None:
@@ -36,7 +36,7 @@ class TileStatistics(Exponentials):
         self.topk, self.want = topk, [name for name in stats.WANTED if name in want]
         rows = min(self.plan.chunk_rows, self.plan.rows)
         self.sums = stats.Sums.of(self.new(3 + len(self.want), rows, self.tiles), self.want)
-        self.y_nK = self.y_nK.clamp(min=0).contiguous()
+        self.y_nK = self.y_nK.contiguous()
         found = self.room_of_numbers(len(self.y_nK))
         self.find(rows, found)
         return found
@@ -92,7 +92,7 @@ class TileStatistics(Exponentials):
 
 
 def gradient_of(head: Head, y_nK: Tensor, known: dict[str, Tensor], g: Upstream) -> stats.Gradient:
-    """Return what the logits' gradient is made of, by known numbers and upstream gradients; y below 0: ignored.
+    """Return what the logits' gradient is made of, by known numbers and upstream gradients.
 
     Rows to which nothing flows back have s = 0, the others 1.
     """
@@ -111,6 +111,5 @@ def gradient_of(head: Head, y_nK: Tensor, known: dict[str, Tensor], g: Upstream)
     rest = (entry - rounded)[:, 1:].where(ids[:, 1:] >= 0, 0)
     if rest.shape[1] > 1:  # a class that is there twice has it twice
         rest = rest / sum_of_equal(y_nK, y_nK, torch.ones_like(rest))
-    return stats.Gradient(
-        s, known["lse"].contiguous(), torch.zeros_like(s) + slope, g.entropy, even, ids, rounded, rest.contiguous()
-    )
+    slope = torch.zeros_like(s[:, None]) + slope
+    return stats.Gradient(s, known["lse"].contiguous(), slope, g.entropy, even, ids, rounded, rest.contiguous())

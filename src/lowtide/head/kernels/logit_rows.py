@@ -5,7 +5,7 @@ C rows of the chunk, V vocabulary; of two sides V the student's and U the teache
 `softmax_rows` reads it once for the loss and once more for the gradient. `pair_rows` reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
 divergence's terms, the last two are one. s and t are the student's and the teacher's probabilities, a and b their
-logarithms. `terms/dense` has the same in plain PyTorch.
+logarithms. `terms/divergence` has the same in plain PyTorch.
 """
 
 from collections.abc import Sequence
@@ -41,19 +41,19 @@ def number(ptr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def row_logits(row_ptr, at, n, transform, scale, softcap):  # type: ignore[no-untyped-def]
-    """A row's (z + bias) * scale in columns ``at``, and these capped; from n on anything.
+def row_logits(side, at):  # type: ignore[no-untyped-def]
+    """A row's logits in columns ``at``, -inf from n on.
 
     Nothing is read beyond n rounded up to PAD: a mask in PADs keeps the load wide.
     """
+    row_ptr, n, transform, scale, softcap = side
     z = tl.load(row_ptr + at, mask=at < tl.cdiv(n, PAD) * PAD, other=0.0)
     if transform.bias_V is not None:
         z += tl.load(transform.bias_V + at, mask=at < n, other=0.0)
     z *= scale
-    capped = z
     if transform.softcap is not None:
-        capped = softcap * tanh(z / softcap)
-    return z, capped
+        z = softcap * tanh(z / softcap)
+    return tl.where(at < n, z, float("-inf"))
 
 
 @triton.jit
@@ -90,11 +90,11 @@ def row_factor(bound, row, scale, factor_ptr, lift_ptr):  # type: ignore[no-unty
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def put_gradient(out_ptr, at, n, V, g, z, transform, softcap, IN_PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a block of a row's gradient by what `row_logits` caps, 0 from n to the end of V's last PAD."""
+def put_gradient(out_ptr, at, V, g, z, side, IN_PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a block of a row's gradient by what is capped, z after it; 0 from n to the end of V's last PAD."""
+    _ptr, n, transform, _scale, softcap = side
     if transform.softcap is not None:
-        e = tl.exp(-2.0 * tl.abs(z / softcap))
-        g *= 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - tanh**2, which would cancel where the cap is reached
+        g *= 1.0 - (z / softcap) * (z / softcap)
     g = tl.where(at < n, g, 0.0)
     if IN_PLACE:
         # What is written here may still be to be read by another thread: narrow values lie where wide ones of this
@@ -109,38 +109,37 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     z_ptr, pads_per_row, V, rows, transform, terms, out, SMOOTHED: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """See `softmax_rows`. An ignored row is one of no columns (n = 0): nothing of it is read."""
-    target_ptr, unit_ptr, kept_ptr = rows
-    class_weight_ptr, total_class_weight_ptr, label_smoothing, z_loss, largest_class_weight_ptr = terms
+    target_ptr, kept_ptr = rows
+    class_weight_ptr, total_class_weight_ptr, label_smoothing, z_loss = terms
     loss_ptr, factor_ptr, lift_ptr = out
     row = tl.program_id(0).to(tl.int64)
     row_ptr = z_ptr + row * pads_per_row * PAD
-    y, unit = tl.load(target_ptr + row).to(tl.int32), tl.load(unit_ptr + row)
+    y = tl.load(target_ptr + row).to(tl.int32)
     n = V
     if kept_ptr is not None:
         n = tl.where(tl.load(kept_ptr + row), V, 0)
-    scale, softcap = number(transform.scale), transform.softcap
+    scale = number(transform.scale)
+    side = row_ptr, n, transform, scale, transform.softcap
     q_y = 1.0
     Q = V * 1.0
     if class_weight_ptr is not None:
         q_y = tl.load(class_weight_ptr + y)
         Q = tl.load(total_class_weight_ptr)
 
-    _, t = row_logits(row_ptr, y, n, transform, scale, softcap)
-    t = tl.where(unit == unit, t, unit)
+    t = row_logits(side, y)
     pivot = tl.where(tl.abs(t) < float("inf"), t, 0.0)  # sums of z - t do not cancel where logits share an offset
     tops = tl.full((BLOCK,), LOWEST, tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - top), without the target's
     weighted = tl.zeros((BLOCK,), tl.float32)  # of q (z - pivot)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x, z = row_logits(row_ptr, at, n, transform, scale, softcap)
+        z = row_logits(side, at)
         if SMOOTHED:
             above = z - pivot
             if class_weight_ptr is not None:
                 above *= tl.load(class_weight_ptr + at, mask=at < n, other=0.0)
             weighted += tl.where(at < n, above, 0.0)
-        z = tl.where((at < n) & (at != y), z, float("-inf"))
-        tops, totals, _e, _higher = add_exponentials(z, tops, totals)
+        tops, totals, _e, _higher = add_exponentials(tl.where(at != y, z, float("-inf")), tops, totals)
 
     highest = tl.maximum(t, tl.max(tops, 0))
     e_t, e_others = tl.exp(t - highest), tl.sum(totals * tl.exp(tops - highest), 0)
@@ -157,12 +156,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     if OUT is not None:
         rest = label_smoothing / V * Q + 2.0 * z_loss * lse
         even = label_smoothing / V
-        largest = tl.maximum(tl.abs(share + rest), tl.maximum(tl.abs(share), tl.abs(rest)))
-        if SMOOTHED:
-            heaviest = 1.0
-            if largest_class_weight_ptr is not None:
-                heaviest = tl.load(largest_class_weight_ptr)
-            largest += even * heaviest
+        largest = tl.abs(share) + tl.abs(rest) + tl.abs(even * Q)  # no class weight is above their sum
         factor = row_factor(largest, row, scale, factor_ptr, lift_ptr)
         at_target = (rest * (e_t / total) - share * (e_others / total) - even * q_y) * factor
         k = (share + rest) * factor / total  # with exp(z - highest): z - lse would round as lse does
@@ -170,7 +164,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
         out_ptr = row_ptr.to(tl.pointer_type(OUT))
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x, z = row_logits(row_ptr, at, n, transform, scale, softcap)
+            z = row_logits(side, at)
             g = k * tl.exp(z - highest)
             if SMOOTHED:
                 if class_weight_ptr is not None:
@@ -178,13 +172,12 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
                 else:
                     g -= even
             g = tl.where(at == y, at_target, g)
-            put_gradient(out_ptr, at, n, V, g, x, transform, softcap, True)
+            put_gradient(out_ptr, at, V, g, z, side, True)
 
 
 def softmax_rows(
     z_CV: Tensor,  # float32
     target_C: Tensor,  # int64, from 0 to V - 1 in every row
-    unit_C: Tensor,  # float32: NaN where the target was no class, and so are loss and gradient; else not used
     kept_C: Tensor | None = None,  # bool: rows where it is False are not read, and become 0
     *,
     transform: LogitTransform = PLAIN,
@@ -208,21 +201,16 @@ def softmax_rows(
     result is what each row is still to be multiplied with [C], such that values in memory are at most 2**14.
     """
     C, V = z_CV.shape
-    class_weight_V, _, label_smoothing, _ = terms
     assert z_CV.dtype == torch.float32
-    assert z_CV.stride(0) % PAD.value == 0
     assert factor_C is None or gradient == torch.float32
-    loss_C = torch.empty_like(unit_C)
-    lift_C = torch.empty_like(unit_C) if gradient == torch.float16 else None
+    loss_C = z_CV.new_empty(C)
+    lift_C = z_CV.new_empty(C) if gradient == torch.float16 else None
     if C == 0:
         return loss_C, lift_C
-    largest = None
-    if lift_C is not None and label_smoothing and class_weight_V is not None:
-        largest = torch.linalg.vector_norm(class_weight_V, torch.inf)
     block = min(max(power_of_2(V), PAD.value), longest_block)
     _softmax_rows[(C,)](
-        z_CV, z_CV.stride(0) // PAD.value, V, (target_C, unit_C, kept_C), transform, (*terms, largest),
-        (loss_C, factor_C, lift_C), SMOOTHED=label_smoothing != 0, OUT=None if gradient is None else OUT[gradient],
+        *_rows(z_CV), (target_C, kept_C), transform, terms,
+        (loss_C, factor_C, lift_C), SMOOTHED=terms[2] != 0, OUT=None if gradient is None else OUT[gradient],
         BLOCK=block, num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return loss_C, lift_C
@@ -248,13 +236,17 @@ def _kl_terms(p, q, x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _terms(a, b, s, t, beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a class adds to the divergence, to its pivot's numerator, and x of the gradient s (x - pivot).
+def _terms(student, teacher, norms, at, beta, pivot, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of classes ``at`` what they add to the divergence, to its pivot's numerator and denominator, and the gradient.
 
-    The gradient is but for a constant: 1 - beta for the jsd, 1/2 for tv. The forward KL's is s - t.
+    That is ``s (x - pivot)``, of the forward KL s - t. The last are the student's logits.
     """
+    z, other = row_logits(student, at), row_logits(teacher, at)
+    top, log_total, other_top, other_log_total = norms
+    a, b = (z - top) - log_total, (other - other_top) - other_log_total  # not z - lse, which would round as lse does
+    s, t = tl.exp(a), tl.exp(b)
     if KIND == "forward_kl":
-        value, c, x = _kl_terms(t, s, b - a), -t, a
+        value, c, g = _kl_terms(t, s, b - a), -t, s - t
     elif KIND == "reverse_kl":
         value, c, x = _kl_terms(s, t, a - b), _times(s, a - b), tl.where(s == 0.0, 0.0, a - b)
     elif KIND == "jsd":
@@ -262,36 +254,17 @@ def _terms(a, b, s, t, beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def
         log_m = tl.log(tl.where(m < TINY, TINY, m))
         near = tl.abs(a - b) < NEAR
         below = log1p_near(tl.where(near, beta * (_curve(a - b) - (a - b)), 0.0))  # log(m / s)
-        of_student = tl.where(near, -below, a - log_m)
-        c, x = _times(s, of_student), tl.where(s == 0.0, 0.0, of_student)
-        value = (1.0 - beta) * c + beta * _times(t, tl.where(near, -below - (a - b), b - log_m))
-    else:
-        x = s - t
-        value = 0.5 * tl.abs(x)
-        x = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))  # NaN of NaN
+        x = (1.0 - beta) * tl.where(s == 0.0, 0.0, tl.where(near, -below, a - log_m))
         c = s * x
-    return value, c, x
-
-
-@triton.jit
-def _logits(row_ptr, at, n, transform, scale, softcap):  # type: ignore[no-untyped-def]
-    """One side's logits before and after the cap, in columns ``at``; the latter are -inf from n on."""
-    x, z = row_logits(row_ptr, at, n, transform, scale, softcap)
-    return x, tl.where(at < n, z, float("-inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What this row's gradient terms are multiplied with, see `row_factor`."""
-    bound = 1.0
-    if KIND == "reverse_kl" or KIND == "jsd":
-        bound = tl.abs(pivot) + 0.5  # s log(s / t) is at least -t / e, so that one of them is at most pivot + 1 / e
-    factor = row_factor(bound, row, scale, factor_ptr, lift_ptr)
-    if KIND == "jsd":
-        factor *= 1.0 - beta
-    elif KIND == "tv":
-        factor *= 0.5
-    return factor
+        value = c + beta * _times(t, tl.where(near, -below - (a - b), b - log_m))
+    else:
+        x = 0.5 * (s - t)
+        value = tl.abs(x)
+        x = tl.where(x > 0.0, 0.5, tl.where(x < 0.0, -0.5, x))  # NaN of NaN
+        c = s * x
+    if KIND != "forward_kl":
+        g = s * (x - pivot)
+    return value, c, s, g, z
 
 
 @Launcher
@@ -314,73 +287,61 @@ def _pair(  # type: ignore[no-untyped-def]
         out_ptr += row * out_pads * PAD
         IN_PLACE: tl.constexpr = out_ptr.dtype.element_ty == tl.float32  # in the logits' place
     beta = tl.cast(beta, tl.float32)  # under inductor a float argument comes as float64
-    scale, softcap = number(transform.scale), number(transform.softcap)
-    other_scale, other_softcap = number(other_transform.scale), number(other_transform.softcap)
+    scale = number(transform.scale)
     n, k = V, U
     if kept_ptr is not None:
         kept = tl.load(kept_ptr + row)
         n, k = tl.where(kept, n, 0), tl.where(kept, k, 0)
     width = tl.maximum(n, k)
     counts = width > 0
-    mean_gap = 0.0
-    pivot = 0.0
+    side = row_ptr, n, transform, scale, number(transform.softcap)
+    other_side = other_ptr, k, other_transform, number(other_transform.scale), number(other_transform.softcap)
+    pivot = tl.zeros((), tl.float32)
+    zeros, lowest = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
 
     if not VALUES:  # they are known
         top, other_top = tl.load(lse_ptr + row), tl.load(other_lse_ptr + row)
         log_total, other_log_total = 0.0, 0.0
         pivot = tl.load(pivot_ptr + row)
     else:
-        tops, other_tops = tl.full((BLOCK,), LOWEST, tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
-        totals, other_totals = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        gaps, lacking = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
+        tops, other_tops = lowest, lowest
+        totals, other_totals, gaps = zeros, zeros, zeros
         for start in range(0, width, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            _raw, z = _logits(row_ptr, at, n, transform, scale, softcap)
-            _, other = _logits(other_ptr, at, k, other_transform, other_scale, other_softcap)
+            z, other = row_logits(side, at), row_logits(other_side, at)
             tops, totals, e, higher = add_exponentials(z, tops, totals)
             other_tops, other_totals, _scale, _below = add_exponentials(other, other_tops, other_totals)
             if MEAN:  # of z - other over s, from which alone the gradient's pivot follows
                 gap = tl.where((z == float("-inf")) | (other == float("-inf")), 0.0, z - other)
                 gaps = tl.where(higher, gaps * e + gap, gaps + e * gap)
-                lacking = tl.where((other == float("-inf")) & (z > lacking), z, lacking)
         top, log_total, total = log_sum(tops, totals)
         other_top, other_log_total, _total = log_sum(other_tops, other_totals)
         if MEAN:
             mean_gap = tl.sum(gaps * tl.exp(tops - top), 0) / total
-            impossible = tl.max(lacking, 0)  # the student's highest logit where the teacher has no class
-            mean_gap = tl.where(tl.exp((impossible - top) - log_total) > 0.0, float("inf"), mean_gap)
-            mean_gap += 0.0 * other_log_total  # NaN where that is
             pivot = mean_gap - ((top - other_top) + (log_total - other_log_total))
         if lse_ptr is not None:  # top - top: NaN where one is certain
             lse, other_lse = top + log_total + (top - top), other_top + other_log_total + (other_top - other_top)
             tl.store(lse_ptr + row, tl.where(counts, lse, 0.0))
             tl.store(other_lse_ptr + row, tl.where(counts, other_lse, 0.0))
 
-        value, mass = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        pivots = tl.zeros((BLOCK,), tl.float32)
+    norms = top, log_total, other_top, other_log_total
+    if VALUES:
+        values, pivots, mass = zeros, zeros, zeros
         extent = width
         if BOTH:
             extent = tl.maximum(width, V)
-            factor = _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND)
+            factor = row_factor(tl.abs(pivot) + 1.0, row, scale, factor_ptr, lift_ptr)
         last = tl.cdiv(extent, BLOCK) * BLOCK - BLOCK
         for start in range(0, extent, BLOCK):
             at = last - start + tl.arange(0, BLOCK)  # from the end: what was read last is still in cache
-            raw, z = _logits(row_ptr, at, n, transform, scale, softcap)
-            _, other = _logits(other_ptr, at, k, other_transform, other_scale, other_softcap)
-            # not z - lse, which would round as lse does
-            a, b = (z - top) - log_total, (other - other_top) - other_log_total
-            s, t = tl.exp(a), tl.exp(b)
-            term, c, _x = _terms(a, b, s, t, beta, KIND)
+            value, c, s, g, z = _terms(side, other_side, norms, at, beta, pivot, KIND)
+            values += value
             if KIND != "forward_kl":
                 pivots += c
                 mass += s
-            value += term
             if BOTH:
-                g = s - t
-                if MEAN:
-                    g = s * (tl.where(s == 0.0, 0.0, z - other) - mean_gap)
-                put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
-        found = tl.sum(value, 0)
+                put_gradient(out_ptr, at, V, g * factor, z, side, IN_PLACE)
+        found = tl.sum(values, 0)
         if KIND != "forward_kl" and not MEAN:
             pivot = tl.sum(pivots, 0) / tl.sum(mass, 0)
         found = tl.where(found < 0.0, 0.0, found)  # a maximum would lose NaN
@@ -389,18 +350,11 @@ def _pair(  # type: ignore[no-untyped-def]
             tl.store(pivot_ptr + row, tl.where(counts, pivot, 0.0))
 
     if out_ptr is not None and not BOTH:
-        factor = _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND)
+        factor = row_factor(tl.abs(pivot) + 1.0, row, scale, factor_ptr, lift_ptr)
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            raw, z = _logits(row_ptr, at, n, transform, scale, softcap)
-            _, other = _logits(other_ptr, at, k, other_transform, other_scale, other_softcap)
-            a, b = (z - top) - log_total, (other - other_top) - other_log_total
-            s, t = tl.exp(a), tl.exp(b)
-            g = s - t
-            if KIND != "forward_kl":
-                _term, _c, x = _terms(a, b, s, t, beta, KIND)
-                g = s * (x - pivot)
-            put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
+            _value, _c, _s, g, z = _terms(side, other_side, norms, at, beta, pivot, KIND)
+            put_gradient(out_ptr, at, V, g * factor, z, side, IN_PLACE)
 
 
 def pair_rows(
@@ -413,7 +367,7 @@ def pair_rows(
     last class to the next multiple of 8 may be anything, and are read. Rows where ``kept_C`` (bool) is False are not
     read, and become 0. Scales are above 0, soft caps tensors, ``beta`` the jsd's.
 
-    ``numbers`` are (value, lse, other_lse, pivot), contiguous, None where not wanted, as `terms/dense` has them;
+    ``numbers`` are (value, lse, other_lse, pivot), contiguous, None where not wanted, as `terms/divergence` has them;
     without a value the others are known, and read. A row that holds NaN, or +inf, or nothing but -inf, on either side,
     becomes NaN.
 
@@ -427,10 +381,10 @@ def pair_rows(
     assert factor_C is None or (out_CV is not None and out_CV.dtype == torch.float32)
     lift_C = z_CV.new_empty(C) if out_CV is not None and out_CV.dtype == torch.float16 else None
     if C:
-        out = (None, 0, 0) if out_CV is None else _rows(out_CV)
+        out = (None, 0) if out_CV is None else _rows(out_CV)[:2]
         block = min(max(power_of_2(V if numbers[0] is None else max(V, U)), 8), PAIR_BLOCK[kind])
         _pair[(C,)](
-            _rows(z_CV), _rows(t_CU), *transforms, kept_C, float(beta), tuple(numbers), (*out[:2], factor_C, lift_C),
+            _rows(z_CV), _rows(t_CU), *transforms, kept_C, float(beta), tuple(numbers), (*out, factor_C, lift_C),
             KIND=kind, BLOCK=block, num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
         )  # fmt: skip
     return lift_C

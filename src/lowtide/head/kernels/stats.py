@@ -72,7 +72,7 @@ class Gradient(NamedTuple):
 
     def rows(self, part: slice) -> "Gradient":
         """Return those of some of the rows."""
-        return Gradient(*(None if x is None else x[part] for x in self))  # type: ignore[arg-type]
+        return Gradient._make(None if x is None else x[part] for x in self)
 
 
 @triton.jit

@@ -1,12 +1,11 @@
 """Cross entropy: a loss over a row's statistics, or by a kernel over rows of logits, or of exponentials.
 
-N tokens, n rows computed, C rows of a chunk, V vocabulary. With target y, class weights q (all 1 if None, Q their sum),
-a = label_smoothing and u = z_loss, the loss of a row is
+N tokens, n rows computed, C rows of a chunk, K targets a row, V vocabulary, V_r classes of it on this rank. With target
+y, class weights q (all 1 if None, Q their sum), a = label_smoothing and u = z_loss, the loss of a row is
 
     (1 - a) q_y (lse - z_y) + (a / V) (Q lse - sum_v q_v z_v) + u lse**2
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from lowtide.errors import TargetIndexError, UnsupportedError, message
 from lowtide.head.call import CrossEntropyArgs, Gradients, Head, Wanted, scalar_on
-from lowtide.head.engine import Numbers, Terms, gradient_buffers, run, weight_lift
+from lowtide.head.engine import Numbers, Terms, UpstreamOf, gradient_buffers, run, weight_lift
 from lowtide.head.nodes import Function, Shape, named_gradients
 from lowtide.head.plan import HeadPlan, plan_cross_entropy, skipping, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
-from lowtide.head.terms.loss import Loss, RowFactors
-from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+from lowtide.head.terms.loss import Loss, Mask, RowFactors
+from lowtide.head.terms.statistics import Statistics, silenced
 
 ROWS_OF_STEP = 64  # of the GEMM that sums over the rows of a chunk: none is of two pieces
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
@@ -31,29 +30,23 @@ class RowLoss(Terms):
     raw = True
 
     def __init__(self, head: Head, loss: Loss) -> None:
-        self.head, self.loss = head, loss
+        self.head, self.loss, self.mask = head, loss, loss.mask
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
         """Return "loss"."""
-        return self._turn(z, part, None)[0]
+        return self.both_(z, part, None)[0]
 
-    def both_(
-        self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Tensor]
-    ) -> tuple[Numbers, Tensor | None]:
+    def both_(self, z: Tensor, part: slice, upstream: UpstreamOf | None) -> tuple[Numbers, Tensor | None]:
         """Return "loss" and what each row lacks; a narrow gradient is left in the first half of the row."""
-        return self._turn(z, part, upstream({}, part))
-
-    def _turn(self, z: Tensor, part: slice, factor_C: Tensor | None) -> tuple[Numbers, Tensor | None]:
         from lowtide.head.kernels.gemm import LogitTransform
         from lowtide.head.kernels.logit_rows import softmax_rows
 
         head, loss, kept = self.head, self.loss, self.loss.rows.kept
-        assert not isinstance(head.softcap, Tensor)
+        factor_C = None if upstream is None else upstream({}, part)
         outside = factor_C if head.dtype != head.wide else None
         loss_C, lift_C = softmax_rows(
             z,
             loss.y[part],
-            loss.unit[part],
             None if kept is None else kept[part],
             transform=LogitTransform(head.bias_V, head.scale, head.softcap),
             terms=(loss.class_weight, loss.total, float(loss.label_smoothing), float(loss.z_loss)),
@@ -131,22 +124,22 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
         if factors is not None:
             exponentials.gradients(*factors(), known)
         return {}
-    factor_n, into = (loss.unit, Gradients()) if factors is None else factors()
+    factor_n, into = (loss.unit, None) if factors is None else factors()
     if plan.backend == "row":
-        terms = loss.over_its_classes(RowLoss(head, loss))
-        if head.dtype == torch.float16 and into.weight_VD is not None:
+        terms = RowLoss(head, loss)
+        if head.dtype == torch.float16 and into is not None and into.weight_VD is not None:
             terms.lift = weight_lift(factor_n, head.scale, loss.class_weight)
-        return run(head, rows, plan, terms, into, upstream=None if factors is None else lambda _, part: factor_n[part])
+        return run(head, rows, plan, terms, into, upstream=lambda _, part: factor_n[part])
     want = frozenset({"mean_logit"} if loss.label_smoothing else ())
-    terms = loss.over_its_classes(Statistics(head, plan, loss.y[:, None], want, loss.class_weight))
+    statistics = Statistics(head, plan, loss.y[:, None], want, loss.class_weight)
+    statistics.mask = loss.mask
     if known is not None:
         known = {"lse": known["lse"], "logprob": -known["miss"][:, None]}
         known = known if rows.kept is None else silenced(known, rows.kept)
-
-    def upstream(numbers: Numbers, part: slice) -> Upstream:
-        return loss.upstream(numbers, part, factor_n[part])
-
-    numbers = run(head, rows, plan, terms, into, upstream=None if factors is None else upstream, known=known)
+    numbers = run(
+        head, rows, plan, statistics, into, known=known,
+        upstream=lambda numbers, part: loss.upstream(numbers, part, factor_n[part]),
+    )  # fmt: skip
     if known is not None:
         return {}
     return {"loss": loss.of(numbers), "lse": numbers["lse"], "miss": -numbers["logprob"][:, 0]}
@@ -160,16 +153,13 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
     y_N = args.target.reshape(-1).long().contiguous()
-    if looks_at_numbers(head.input.device):
-        wrong = (y_N != args.ignore_index) & ((y_N < 0) | (y_N >= V))
-        check_classes(y_N, wrong, V, args.ignore_index)
-    rows = Rows(tokens=y_N.numel(), index=head.positions_of(y_N != args.ignore_index))
+    check_classes(head, y_N, args.ignore_index)
+    kept_N = y_N != args.ignore_index
+    rows = Rows(tokens=y_N.numel(), index=head.positions_of(kept_N))
     plan = plan_cross_entropy(head, args, rows.n, wanted, known is not None)
     rows = rows.in_order(ranks.order(plan))
     weight_N = None if args.token_weight is None else args.token_weight.reshape(-1).to(wide).contiguous()
     q = None if args.weight is None else args.weight.to(wide).contiguous()
-    own_n: Tensor | None = None
-    skips = skips_tokens(head, plan.backend) and (ranks.alone or plan.product_rows % ROWS_OF_STEP == 0)
     if plan.backend == "exp":
         # by one kernel, since the first GEMM waits for it
         from lowtide.head.kernels.elementwise import select
@@ -180,52 +170,44 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
         if plan.kept:
             chosen = selection.y_N, selection.unit_N, plan.chunk_rows
             rows, y, unit = skipping().sorted_rows(head, rows, *chosen, known and known["classes"])
-        elif skips:
+        elif skips_tokens(head, plan.backend) and (ranks.alone or plan.product_rows % ROWS_OF_STEP == 0):
             y, unit, index, count = selection.valid_first()
             rows = replace(rows, index=index, count=count)
         else:
             y, unit = rows.of(selection.y_N, -1), rows.of(selection.unit_N)
         kept = None if ranks.alone else y >= 0
-        if q is not None:
-            own_n = rows.of(q[y_N.clamp(0, V - 1)])
-            counted = own_n.where(y >= 0, 0)
     else:
-        kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
-        valid_N = y_N.where(is_class_N, 0)
+        is_class_N = (y_N >= 0) & (y_N < V)
         unit = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
         unit = rows.of(unit.where(is_class_N, torch.nan).where(kept_N, 0))
         kept = None if head.drops_tokens else rows.of(kept_N)
-        counted = kept_N.to(wide)
-        if q is not None:
-            own_N = q[valid_N]
-            own_n, counted = rows.of(own_N), own_N.where(kept_N, 0)
-        y = rows.of(valid_N)
+        counted, y = kept_N.to(wide), rows.of(y_N.where(is_class_N, 0))
+    rows, own_N = replace(rows, kept=kept), None if q is None else q[y_N.clamp(0, V - 1)]
+    if own_N is not None:
+        counted = own_N.where(kept_N, 0)
     if args.num_items is not None:
         counted = scalar_on(head.input.device, args.num_items, wide)
     return Loss(
-        rows=replace(rows, kept=kept), y=y, unit=unit, counted=counted if args.reduction == "mean" else None,
-        class_weight=ranks.own_classes(q), total=None if q is None else q.sum(), own_n=own_n,
-        label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V, mask=args.mask,
+        rows=rows, y=y, unit=unit, counted=counted if args.reduction == "mean" else None,
+        class_weight=ranks.own_classes(q), total=None if q is None else q.sum(),
+        own_n=None if own_N is None else rows.of(own_N),
+        label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V,
+        mask=None if args.mask is None else Mask(args.mask, rows, y[:, None]).fill_,
     ), plan  # fmt: skip
 
 
-def put_last(rows: Rows, kept_N: Tensor) -> Rows:
-    """Return the rows of all tokens, those that are not ``kept_N`` last; the host learns nothing."""
-    from lowtide.head.kernels.elementwise import valid_first
-
-    index, count = valid_first(kept_N)
-    return replace(rows, index=index, count=count)
-
-
-def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:
-    """Raise where a target is wrong; this looks at numbers, which on a device would stop the host."""
-    if wrong.any():
-        position = int(wrong.nonzero()[0, 0])
-        raise TargetIndexError(
-            f"target: expected class indices from 0 to {V - 1} or ignore_index={ignore_index},"
-            f" got {int(target_N[position])} at position {position} of the flattened (and shifted) targets."
-            " Mask such tokens with ignore_index, or check that tokenizer and head have the same vocabulary."
-        )
+def check_classes(head: Head, target: Tensor, ignore_index: int) -> None:
+    """Raise on the CPU where a target is no class; elsewhere looking at numbers would stop the host."""
+    if looks_at_numbers(head.input.device):
+        y_N, V = target.reshape(-1), head.ranks.vocab
+        wrong = (y_N != ignore_index) & ((y_N < 0) | (y_N >= V))
+        if wrong.any():
+            position = int(wrong.nonzero()[0, 0])
+            raise TargetIndexError(
+                f"target: expected class indices from 0 to {V - 1} or ignore_index={ignore_index},"
+                f" got {int(y_N[position])} at position {position} of the flattened (and shifted) targets."
+                " Mask such tokens with ignore_index, or check that tokenizer and head have the same vocabulary."
+            )
 
 
 def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:

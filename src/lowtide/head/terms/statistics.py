@@ -33,20 +33,13 @@ class Upstream(NamedTuple):
 
     def of(self, f: Callable[[Tensor], Tensor]) -> "Upstream":
         """Return ``f`` of each."""
-        values: Any = (f(x) if isinstance(x, Tensor) else x for x in self)
-        return Upstream(*values)
-
-    def with_size_outside(self, V: int) -> "Upstream":
-        """Return the same with each row's size outside."""
-        largest = self.largest(V)
-        outside = largest.where(largest != 0, 1)
-        return self.of(lambda x: x / (outside[:, None] if x.dim() == 2 else outside))._replace(outside=outside)
+        return Upstream._make(f(x) if isinstance(x, Tensor) else x for x in self)
 
     def largest(self, V: int) -> Tensor:
         """Return each row's largest magnitude [C], of what reaches a logit: the mean's is one V-th."""
         given = [self.logprob, self.entropy, self.lse, None if self.mean_logit is None else self.mean_logit / V]
-        sizes = [x.abs().amax(1) if x.dim() == 2 else x.abs() for x in given if isinstance(x, Tensor)]
-        return torch.stack(sizes).amax(0)
+        columns = [x if x.dim() == 2 else x[:, None] for x in given if isinstance(x, Tensor)]
+        return torch.cat(columns, 1).abs().amax(1)
 
 
 class Statistics(Terms):
@@ -76,10 +69,10 @@ class Statistics(Terms):
         The logits become the probabilities of the classes here. NaN and infinities are returned as by
         `torch.log_softmax`.
         """
-        return self._of_all(self._here(z, part))
+        return self._numbers(z, part)[1]
 
-    def _here(self, z: Tensor, part: slice) -> Numbers:
-        """Return the numbers of the classes here, and where there are others the "highest" logit.
+    def _numbers(self, z: Tensor, part: slice) -> tuple[Numbers, Numbers]:
+        """Return the numbers of the classes here, and those of all.
 
         By few operators, each over all of the chunk: on a CPU each one wakes all threads, and waits for the last. 1 - p
         of the highest class, or without "argmax" of the only target (the highest logit without its class is found 7
@@ -106,22 +99,14 @@ class Statistics(Terms):
         found |= {"lse": highest.where(highest.isinf(), highest - log_top), "logprob": logprob}
         if by_class:
             found |= {"argmax": sure + ranks.first, "top_logprob": torch.where(is_sure, log_sure, log_top)}
-        if not ranks.alone:
-            found["highest"] = highest
         if "sum_sq_prob" in want:
             found["sum_sq_prob"] = p_top.square() + torch.linalg.vector_norm(z, dim=1).square()
         if "entropy" in want:
             found["entropy"] = torch.special.entr(z, out=z).sum(1) - p_top * found["top_logprob"]
-        return found
-
-    def _of_all(self, found: Numbers) -> Numbers:
-        return found if self.head.ranks.alone else merged(found, self.head.ranks.gather(packed(found)))
-
-    def both_(
-        self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Upstream]
-    ) -> tuple[Numbers, Tensor | None]:
-        """See `Terms.both_`: the probabilities are the gradient's too."""
-        return self._gradients_(z, part, None, upstream)
+        if ranks.alone:
+            return found, found
+        found["highest"] = highest
+        return found, merged(found, ranks.gather(packed(found)))
 
     def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Upstream) -> Tensor | None:
         """Turn logits into the gradient of the numbers, times their upstream gradients.
@@ -133,56 +118,54 @@ class Statistics(Terms):
 
         The entries of the targets and of the highest class are `entries_of`.
         """
+        return self.both_(z, part, g, known)[1]
 
-        def upstream(_: Numbers, rows: slice) -> Upstream:
-            return g.of(lambda x: x[rows.start - part.start : rows.stop - part.start])
-
-        return self._gradients_(z, part, known, upstream)[1]
-
-    def _gradients_(
-        self, z: Tensor, part: slice, known: Numbers | None, upstream: Callable[[Numbers, slice], Upstream]
+    def both_(
+        self, z: Tensor, part: slice, upstream: Any, known: Numbers | None = None
     ) -> tuple[Numbers, Tensor | None]:
-        """Turn logits into probabilities and these into the gradient, with a cap in blocks: its slopes take memory."""
+        """See `Terms.both_`: the probabilities are the gradient's too. With a cap in blocks: its slopes take memory.
+
+        ``upstream`` are the gradients of ``known`` numbers, or a function that returns those of the numbers here.
+        """
         ranks, cap, found = self.head.ranks, self.head.softcap, []
-        for rows in list(slices(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS))) or [slice(0, 0)]:
+        blocks = slices(len(z), len(z) // (1 if cap is None else CAPPED_BLOCKS))
+        for rows in list(blocks) or [slice(0, 0)]:
             p, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
-            # a masked class, whose logit is -inf, has slope 0 as logits have that reach the cap
-            slope = None if cap is None else (p / cap).square_().clamp_(max=1).neg_().add_(1)
+            slope = None if cap is None else cap_slope(p, cap)
             if known is None:
-                here = self._here(p, of_all)
-                numbers = self._of_all(here)
+                here, numbers = self._numbers(p, of_all)
+                g = upstream(numbers, of_all)
                 if not ranks.alone:
                     share = (here["lse"] - numbers["lse"]).exp().masked_fill(here["highest"] == -torch.inf, 0)
                     p.scatter_(1, (here["argmax"] - ranks.first)[:, None], here["top_logprob"].exp()[:, None])
                     p.masked_fill_((share == 0)[:, None], 0).mul_(share[:, None])
             else:
-                numbers = {name: x[rows] for name, x in known.items()}
+                numbers, g = {name: x[rows] for name, x in known.items()}, upstream.of(lambda x, rows=rows: x[rows])
                 if ranks.alone:
                     probabilities_(p)
                 else:
                     p.sub_(numbers["lse"][:, None]).exp_()
-            found.append((numbers, self._turn_(p, of_all, numbers, upstream(numbers, of_all), slope)))
+            found.append((numbers, self._turn_(p, of_all, numbers, g, slope)))
         return joined(found)
 
     def _turn_(self, p: Tensor, part: slice, known: Numbers, g: Upstream, slope: Tensor | None) -> Tensor | None:
         """Turn probabilities into the gradient; ``slope`` is f. Return what each row lacks."""
         ranks, scale, q = self.head.ranks, self.head.scale, self.q_V
         if self.narrow and g.outside is None:
-            g = g.with_size_outside(ranks.vocab)
-        outside = g.outside
-        if scale is not None and outside is None:
-            g = g.of(lambda x: x * scale)
-        elif scale is not None and outside is not None:
-            outside = outside * scale
+            size = g.largest(ranks.vocab)
+            size = size.where(size != 0, 1)
+            g = g.of(lambda x: (x.t() / size).t())._replace(outside=size)
+        if scale is not None:
+            g = g.of(lambda x: x * scale) if g.outside is None else g._replace(outside=g.outside * scale)
         top = ranks.here(known["argmax"])[0] if "argmax" in self.want else None
         ids, at_ids, a = entries_of(self.y[part], top, known, g)
         p_V, even = p[:, : ranks.rows], None if g.mean_logit is None else g.mean_logit[:, None] / ranks.vocab
         if g.entropy is not None:
             for cols in slices(ranks.rows, self.columns):
                 heat = torch.special.entr(p_V[:, cols])
-                p_V[:, cols].mul_(a[:, None]).addcmul_(heat, g.entropy[:, None])
+                p_V[:, cols].mul_(a).addcmul_(heat, g.entropy[:, None])
         elif isinstance(a, Tensor) or a != 1:
-            p_V.mul_(a[:, None] if isinstance(a, Tensor) else a)
+            p_V.mul_(a)
         if even is not None:
             p_V.add_(even) if q is None else p_V.addcmul_(even, q[None])
             at_ids += even if q is None else even * torch.cat((q, q.new_zeros(1)))[ids]
@@ -190,30 +173,30 @@ class Statistics(Terms):
             p.mul_(slope)
             at_ids *= slope.gather(1, ids)
         p.scatter_(1, ids, at_ids)
-        return outside
+        return g.outside
 
 
 def entries_of(y_CK: Tensor, top_C: Tensor | None, known: Numbers, g: Upstream) -> tuple[Tensor, Tensor, Any]:
-    """Return classes [C, K or 1 + K], the gradient there, and what p_v is multiplied with elsewhere, [C] or a number.
+    """Return classes [C, K or 1 + K], the gradient there, and p_v's factor in that of the others, [C, 1] or a number.
 
     The classes are the highest one, where it is given, and the targets. Their gradient, but for scale, cap and the
     mean's part, is built from their log-probabilities, in which nothing has cancelled, and 1 - p = -expm1(log p).
     """
-    of_targets = g.logprob.sum(1) if isinstance(g.logprob, Tensor) else g.logprob or 0.0
-    a: Any = 0.0 if g.lse is None else g.lse
+    of_targets = g.logprob.sum(1, keepdim=True) if isinstance(g.logprob, Tensor) else g.logprob or 0.0
+    a: Any = 0.0 if g.lse is None else g.lse[:, None]
     ids, logprobs = y_CK, known["logprob"]
     if top_C is not None:
         ids = torch.cat((top_C[:, None], ids), 1)
         logprobs = torch.cat((known["top_logprob"][:, None], logprobs), 1)
     p = logprobs.exp()
     if g.entropy is not None:
-        a = a - g.entropy * known["entropy"]
-    at_ids = (a[:, None] if isinstance(a, Tensor) else a) * p
+        a = a - (g.entropy * known["entropy"])[:, None]
+    at_ids = a * p
     if g.entropy is not None:
         at_ids -= g.entropy[:, None] * logprobs.clamp(min=FLOOR) * p
-    if isinstance(g.logprob, Tensor) and isinstance(of_targets, Tensor):
+    if isinstance(g.logprob, Tensor):
         own = sum_of_equal(ids, y_CK, g.logprob)
-        at_ids += own * -torch.expm1(logprobs) - (of_targets[:, None] - own) * p
+        at_ids += own * -torch.expm1(logprobs) - (of_targets - own) * p
     elif g.logprob is not None:  # of one target
         at_ids -= g.logprob * torch.expm1(logprobs)
     return ids, at_ids, a - of_targets
@@ -243,31 +226,27 @@ def sum_of_equal(ids: Tensor, targets: Tensor, g_CK: Tensor) -> Tensor:
 
 
 def packed(found: Numbers) -> Tensor:
-    """Return the numbers of a rank's classes [C, F] as they are sent to the others: see `merged`.
+    """Return the numbers of a rank's classes, flattened, as they are sent to the others: see `merged`.
 
     Classes among them are numbers of the logits' dtype: float32 is exact up to 2^24.
     """
-    return torch.cat([x.reshape(len(x), _width(x)).to(found["lse"].dtype) for x in _told(found).values()], 1)
+    return torch.cat([x.reshape(-1).to(found["lse"].dtype) for x in _sent(found).values()])
 
 
-def _told(found: Numbers) -> Numbers:
-    """Return what the others are told: "lse" follows."""
+def _sent(found: Numbers) -> Numbers:
+    """Return what the others get: "lse" follows."""
     return {name: x for name, x in found.items() if name != "lse"}
 
 
-def _width(x: Tensor) -> int:
-    return x.shape[1:].numel()
-
-
-def merged(found: Numbers, every_WCF: Tensor) -> Numbers:
+def merged(found: Numbers, every_WF: Tensor) -> Numbers:
     """Return the numbers of all classes, from those that every rank `packed` as this one did its ``found``.
 
     With each rank's "highest" logit they are those of its own classes, and where a target is not among these its
     log-probability is -inf. Each is measured from the highest logit of all.
     """
-    told = _told(found)
-    planes = torch.split(every_WCF, [_width(x) for x in told.values()], 2)
-    of = {name: plane.reshape(len(plane), *x.shape) for (name, x), plane in zip(told.items(), planes, strict=True)}
+    sent = _sent(found)
+    planes = torch.split(every_WF, [x.numel() for x in sent.values()], 1)
+    of = {name: plane.view(len(plane), *x.shape) for (name, x), plane in zip(sent.items(), planes, strict=True)}
     top, winner = of["highest"].max(0)
     nothing = (of["highest"] == -torch.inf) & (top != -torch.inf)
     mass = (of["highest"] - top - of["top_logprob"]).masked_fill(nothing, -torch.inf)  # logarithm of a rank's sum
@@ -294,13 +273,17 @@ def merged(found: Numbers, every_WCF: Tensor) -> Numbers:
     return all_of
 
 
+def cap_slope(z: Tensor, cap: Tensor | float) -> Tensor:
+    """Return the derivative of ``cap * tanh(x / cap)``, where that is ``z``; 0 of -inf, which no cap lets pass."""
+    return (z / cap).square_().clamp_(max=1).neg_().add_(1)
+
+
 def logsumexp(z_CV: Tensor, columns: int) -> Tensor:
     """Return each row's logsumexp [C], in blocks of so many columns; -inf of no classes."""
-    parts = [z_CV[:, part].logsumexp(1) for part in slices(z_CV.shape[1], columns)]
-    return torch.stack(parts).logsumexp(0) if parts else z_CV.new_full((len(z_CV),), -torch.inf)
+    blocks = list(slices(z_CV.shape[1], columns)) or [slice(0, 0)]
+    return torch.stack([z_CV[:, part].logsumexp(1) for part in blocks]).logsumexp(0)
 
 
 def silenced(known: Numbers, active: Tensor) -> Numbers:
     """Return known numbers, with inactive rows replaced by values that give 0."""
-    found = {name: x.where(active if x.dim() == 1 else active[:, None], 0) for name, x in known.items()}
-    return found | {"lse": known["lse"].where(active, NO_ROW)}
+    return {name: x.t().where(active, NO_ROW if name == "lse" else 0).t() for name, x in known.items()}
