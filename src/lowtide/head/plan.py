@@ -23,7 +23,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.head.backends import NOT_OF_MASKED, NOT_OF_SHARDS, choose, skips_ignored, why_not_exp, why_not_row
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.options import HeadOptions, Reduction, check_options
-from lowtide.head.rows import rows_are_aligned
+from lowtide.head.rows import input_is_copied, rows_are_aligned
 from lowtide.kernel_launch import power_of_2
 
 MIB = 2**20
@@ -141,6 +141,7 @@ class Work(NamedTuple):
     teacher: tuple[int, int, torch.dtype] | None = None  # a second side's D, V and dtype; of its top k 0 and k
     values_only: bool = False  # no gradient is computed
     groups: int = 1  # ranks with tokens of their own; a chunk has at least one row of each
+    copied: bool = False  # a chunk's hidden states are, for another dtype or order
     skips: bool = False  # ignored tokens are put last, on the exponential path
     token_bytes: int = 0  # for each of the N, beside what all take
     sum_row_bytes: int = 0  # for each row whose sums are computed, beside one number of each tile
@@ -225,10 +226,11 @@ def plan_head(
     gradient = choose_gradient(options.gradient, reduction, weight_frozen)
     ends_early = choice[0] == "exp" and skips_ignored(device, capability)
     kept = ends_early and options.skip is not None and not weight_frozen
+    skips = ends_early and options.ignored_tokens == "skip"
     return plan_of(Work(
         (N, D, V), dtype, weight_dtype or dtype, device, options.workspace_mib, options.accumulate, *choice,
-        weight_frozen, gradient, device_bytes or 0, function, kept=kept,
-        skips=ends_early and options.ignored_tokens == "skip",
+        weight_frozen, gradient, device_bytes or 0, function, kept=kept, skips=skips,
+        copied=kept or skips or weight_dtype not in (None, dtype),
     ))  # fmt: skip
 
 
@@ -340,12 +342,13 @@ def plan_both_sides(
 def _work(head: Head, args: Any, n: int, wanted: Wanted, **more: Any) -> Work:
     """Return what a pass over n tokens is, on every rank alike: by the largest shard, a column for others' classes."""
     ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
-    choice = choose_backend(head, args)
+    choice, copied = choose_backend(head, args), n != head.tokens or input_is_copied(head.input, head.dtype)
+    skips = skips_tokens(head, choice[0])
     size = getattr(ranks, "slots", n), weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")
     return Work(
         size, head.dtype, weight.dtype, head.input.device, head.workspace_mib, head.accumulate, *choice,
         not any(wanted[1:]), sharded=sharded, groups=ranks.groups, kept=head.remembered is not None,
-        skips=skips_tokens(head, choice[0]), **more,
+        copied=sharded or copied or skips or head.remembered is not None, skips=skips, **more,
     )  # fmt: skip
 
 
@@ -526,7 +529,7 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
         fixed += work.weight_dtype.itemsize * V * D * 33 // 32
     # Of a row: hidden states in order and times s, and numbers; of skipped tiles squares, masses and lists. Ranks
     # gather hidden states ahead, and sum all of E W. In blocks E W is summed, and parts of it may meet.
-    row, room = 4 * D + 64 + V // 7 * kept + 8 * D * sharded, max(0, work.budget() - fixed)
+    row, room = 2 * D * (1 + work.copied) + 64 + V // 7 * kept + 8 * D * sharded, max(0, work.budget() - fixed)
     sums, of_block = row + 4 * -(-V // GPU_TILE) + work.sum_row_bytes, row + 4 * D + 2 * D * work.skips
     of_chunk = sums + 4 * D + 2 * padded(V)
 

@@ -340,5 +340,6 @@ def room_for(device: torch.device, elements: int | None = None) -> Room:
     programs = multiprocessors(device)
     tile = 2 * ROWS.value * COLUMNS.value
     tiles = programs if elements is None else min(programs, elements // tile)
+    tiles -= tiles == 1  # which Triton would make a constant, and 3.6 loses those on the way to the warps' parts
     parts = torch.empty(max(1, tiles) * tile, dtype=torch.float32, device=device)
     return Room(parts, torch.zeros(2 * programs, dtype=torch.int32, device=device), tiles)
