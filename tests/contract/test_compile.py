@@ -103,12 +103,13 @@ def test_a_model_with_several_heads(case: str) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if case == "inductor" else "aot_eager")
     for scale in (0.5, 0.6, 0.7, 0.8) if changing else (1.0,):
         got, want = compiled(tensors, scale), step(tensors, scale)
-        exact: dict[str, float] = {"rtol": 0, "atol": 0} if case == "autocast" else {}
+        # a compiled kernel does not round to bfloat16 between two operations, and so sums other numbers into a scalar
+        near = {"autocast": {"rtol": 0.0, "atol": 0.0}, "inductor": {"rtol": 1.6e-2, "atol": 1e-5}}.get(case, {})
         same(
             flat(got),
             flat(want),
             {name + n: kwargs[n] for name, kwargs in given.items() for n in trained(kwargs)},
-            **exact,
+            **near,
         )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if changing else 1)
 
