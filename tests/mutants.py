@@ -355,8 +355,8 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "distributed": [
         Mutant(
-            "head/ranks.py", "else weight_V[self.first : self.first + self.rows]",
-            "else weight_V[: self.rows]", "distributed/test_heads.py -k option",
+            "head/ranks.py", "x_V[self.first : self.first + self.rows]",
+            "x_V[: self.rows]", "distributed/test_heads.py -k option",
         ),
         Mutant(
             "head/ranks.py", "return summed if self.spread else scale, summed",
