@@ -43,9 +43,7 @@ ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
 EXP_BYTES = 2**30  # of a chunk's E, where that is more rows
-BLOCK = (
-    4096  # rows of a block of exponentials at most, its classes at least; rows of the weight cast at a time, at most
-)
+BLOCK = 4096  # rows of a block of exponentials, its classes or more; rows of the weight cast at a time
 # Sums of the weight's gradient in its own narrow dtype, by exponentials and of two sides.
 FEW_CHUNKS = 8  # it may be rounded this often
 FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
@@ -344,7 +342,7 @@ def _work(head: Head, args: Any, n: int, wanted: Wanted, **more: Any) -> Work:
     ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
     choice, copied = choose_backend(head, args), n != head.tokens or input_is_copied(head.input, head.dtype)
     skips = skips_tokens(head, choice[0])
-    size = getattr(ranks, "slots", n), weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")
+    size = ranks.slots if ranks.spread else n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")
     return Work(
         size, head.dtype, weight.dtype, head.input.device, head.workspace_mib, head.accumulate, *choice,
         not any(wanted[1:]), sharded=sharded, groups=ranks.groups, kept=head.remembered is not None,

@@ -144,6 +144,7 @@ class Group:
     """A call's view of the ranks that share its vocabulary, where all tokens are on each."""
 
     spread, groups = False, 1  # whether each rank holds a part of the tokens, and of how many ranks a chunk has rows
+    slots: int  # where it does: rows of all parts
 
     def order(self, plan: Any) -> Tensor | None:  # noqa: ARG002
         """Return the indices of all chunks' rows among the N tokens, N where a rank has none; None: in order."""
@@ -301,7 +302,7 @@ class SpreadRanks(Ranks):
         super().__init__(shard, leading, *of_call)
         self.groups, self._axis = self.size, axis
         self._length = -(-leading[axis] // self.size)  # of a part's axis; DTensor's rule
-        self.slots = self.size * self._length * math.prod((*leading[:axis], *leading[axis + 1 :]))  # all parts' rows
+        self.slots = self.size * self._length * math.prod((*leading[:axis], *leading[axis + 1 :]))
 
     def _filled(self, x: Tensor, length: int, fill: int = 0) -> Tensor:
         axis = self._axis

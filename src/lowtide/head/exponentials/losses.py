@@ -255,12 +255,8 @@ class CrossEntropy(Exponentials):
 
     def finish(self, chunk: Chunk, factor_C: Tensor | None = None, scaled_CD: Tensor | None = None) -> None:
         """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
-        terms, used, (C, D), ranks = (
-            self.terms.rows(chunk.part),
-            self.used(chunk.part),
-            chunk.x_CD.shape,
-            self.head.ranks,
-        )
+        terms, used, ranks = self.terms.rows(chunk.part), self.used(chunk.part), self.head.ranks
+        C, D = chunk.x_CD.shape
         for shifted in (False, True):
             if shifted:
                 self.shift(chunk, chunk.e_CV, self.searches)
