@@ -116,6 +116,7 @@ RULE: list[tuple[tuple[int, int, int], float | None, str, int]] = [  # N, D, V, 
     ((65536, 896, 151936), None, "chunks", 8192),  # 8 of them
     ((32768, 768, 32000), None, "chunks", 16384),  # a GiB of E
     ((12345, 2880, 201088), None, "chunks", 3200),  # as many of one length
+    ((8192, 2560, 262144), None, "chunks", 2048),  # up to 8192 tokens
     ((16384, 2048, 131072), 64, "blocks", 2048),
     ((16384, 2048, 131072), 256, "chunks", 896),
     ((16384, 2048, 131072), 2048, "chunks", 4096),  # a power of 2

@@ -4,8 +4,8 @@ A chunk has as many rows as fit the workspace; chunks are of one length, and on 
 
 - of logits, a twelfth of the tokens, at least 512; 2048 where a function or a narrow gradient takes the logits of a
   fifth of the chunk at a time, which have at most half of the workspace;
-- of exponentials, 4096, or what makes 8 chunks or a GiB; half of that where the head is frozen; no more than half of
-  the tokens from 4096 tokens on. From 2048 rows on a power of 2.
+- of exponentials, 4096, or what makes 8 chunks or a GiB; half of that where the head is frozen; of up to 8192 tokens
+  2048 in place of 4096; no more than half of the tokens from 4096 tokens on. From 2048 rows on a power of 2.
 
 Exponentials are computed twice, the second time in blocks of up to 4096 rows by 4096 classes or more, where gradients
 wait for backward, where chunks would be shorter than 512 rows, and where so many that the weight's gradient were summed
@@ -542,7 +542,8 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
 
     longest = room // of_chunk
     if work.workspace_mib is None:
-        most = max(2 * ROWS, EXP_BYTES // (2 * V), power_of_2(-(-N // FEW_CHUNKS)) // part) // part
+        few = ROWS if work.weight_frozen or N <= 4 * ROWS else 2 * ROWS
+        most = max(few, EXP_BYTES // (2 * V) // part, power_of_2(-(-N // FEW_CHUNKS)) // part**2)
         longest = min(longest, most, max(N // 2, ROWS * (1 + sharded)))
         room = max(room, BLOCK * (of_block + 2 * min(V, BLOCK)) * (not sharded))
     rows, least = whole(longest), min(V, BLOCK // 4)
