@@ -107,6 +107,7 @@ RESUMED = {("pretrain", 2, "fsdp2", "float32")}
 def test_is_one_gpu_and_resumes(
     kind: str, ranks: int, engine: str, dtype: str, made: Runs, alone: Callable[[str, str], list[float]], tmp_path: Path
 ) -> None:
+    pytest.importorskip("trl")
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
     output = tmp_path / "run"

@@ -114,9 +114,10 @@ def test_a_plan_of_skipped_tiles() -> None:
 RULE: list[tuple[tuple[int, int, int], float | None, str, int]] = [  # N, D, V, workspace_mib, what, rows
     ((16384, 2048, 131072), None, "chunks", 4096),
     ((65536, 896, 151936), None, "chunks", 8192),  # 8 of them
-    ((32768, 768, 32000), None, "chunks", 16384),  # a GiB of E
+    ((32768, 768, 32000), None, "chunks", 16384),  # the same, in a GiB of E
     ((12345, 2880, 201088), None, "chunks", 3200),  # as many of one length
     ((8192, 2560, 262144), None, "chunks", 2048),  # up to 8192 tokens
+    ((16384, 2048, 50304), None, "chunks", 4096),  # 2^39 multiplications
     ((16384, 2048, 131072), 64, "blocks", 2048),
     ((16384, 2048, 131072), 256, "chunks", 896),
     ((16384, 2048, 131072), 2048, "chunks", 4096),  # a power of 2

@@ -4,8 +4,8 @@ A chunk has as many rows as fit the workspace; chunks are of one length, and on 
 
 - of logits, a twelfth of the tokens, at least 512; 2048 where a function or a narrow gradient takes the logits of a
   fifth of the chunk at a time, which have at most half of the workspace;
-- of exponentials, 4096, or what makes 8 chunks or a GiB; half of that where the head is frozen; of up to 8192 tokens
-  2048 in place of 4096; no more than half of the tokens from 4096 tokens on. From 2048 rows on a power of 2.
+- of exponentials, 4096 (2048 of up to 8192 tokens), or what makes 8 chunks, or GEMMs of 2^39 multiplications and a GiB;
+  half of that where the head is frozen; no more than half of the tokens from 4096 on. From 2048 rows on a power of 2.
 
 Exponentials are computed twice, the second time in blocks of up to 4096 rows by 4096 classes or more, where gradients
 wait for backward, where chunks would be shorter than 512 rows, and where so many that the weight's gradient were summed
@@ -42,7 +42,7 @@ CPU_CHUNK_BYTES = 8 * MIB  # nor shorter chunks on a CPU, where each operator wa
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
-EXP_BYTES = 2**30  # of a chunk's E, where that is more rows
+EXP_WORK = 2**39  # multiplications of a chunk's GEMM; where D is below 1024, E has a GiB
 BLOCK = 4096  # rows of a block of exponentials, its classes or more; rows of the weight cast at a time
 # Sums of the weight's gradient in its own narrow dtype, by exponentials and of two sides.
 FEW_CHUNKS = 8  # it may be rounded this often
@@ -543,7 +543,7 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
     longest = room // of_chunk
     if work.workspace_mib is None:
         few = ROWS if work.weight_frozen or N <= 4 * ROWS else 2 * ROWS
-        most = max(few, EXP_BYTES // (2 * V) // part, power_of_2(-(-N // FEW_CHUNKS)) // part**2)
+        most = max(few, EXP_WORK // (V * max(D, 1024)) // part, power_of_2(-(-N // FEW_CHUNKS)) // part**2)
         longest = min(longest, most, max(N // 2, ROWS * (1 + sharded)))
         room = max(room, BLOCK * (of_block + 2 * min(V, BLOCK)) * (not sharded))
     rows, least = whole(longest), min(V, BLOCK // 4)
