@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 
 from head.kernels.rows import DEVICE, INF, NAN
-from lowtide.head.kernels import elementary
-from lowtide.head.kernels.elementwise import (
-    SCALE_BLOCK,
-    SELECT_BLOCK,
-    scale_,
-    select,
-)
+from lowtide.head.kernels.elementwise import SCALE_BLOCK, SELECT_BLOCK, expm1, log1p, scale_, select, tanh
 from promises import promise
 from support import every_pair
 
@@ -34,11 +28,11 @@ def _each(x_ptr, out_ptr, WHICH: tl.constexpr, N: tl.constexpr):  # type: ignore
     at = tl.arange(0, N)
     x = tl.load(x_ptr + at)
     if WHICH == "tanh":
-        out = elementary.tanh(x)
+        out = tanh(x)
     elif WHICH == "log1p":
-        out = elementary.log1p(x)
+        out = log1p(x)
     else:
-        out = elementary.expm1(x)
+        out = expm1(x)
     tl.store(out_ptr + at, out)
 
 

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.elementary import expm1, log1p
+from lowtide.head.kernels.elementwise import expm1, log1p
 from lowtide.head.kernels.gemm import (
     ALL,
     Used,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowtide.head.kernels.elementary import tanh
+from lowtide.head.kernels.elementwise import tanh
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.elementary import log1p, log1p_near, tanh
+from lowtide.head.kernels.elementwise import log1p, log1p_near, tanh
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform
 from lowtide.kernel_launch import Launcher, power_of_2
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels import gemm
-from lowtide.head.kernels.elementary import log1p
+from lowtide.head.kernels.elementwise import log1p
 from lowtide.head.kernels.exp_rows import block_of, dot
 from lowtide.head.kernels.gemm import (
     ALL,
