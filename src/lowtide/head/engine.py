@@ -34,9 +34,9 @@ class Terms:
     mask: Callable[[Tensor, slice], object] | None = None  # writes -inf over logits of classes that rows lack
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """Return numbers of each row [C, ...], the same on every rank; ``z`` is left as it is for `gradient_`.
+        """Return numbers of each row [C, ...], the same on every rank.
 
-        But where `both_` is overridden: nothing then calls these two one after the other.
+        ``z`` is left as it is for `gradient_`; where `both_` is overridden, nothing calls that after this.
         """
         raise NotImplementedError
 

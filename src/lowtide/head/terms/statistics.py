@@ -29,7 +29,7 @@ class Upstream(NamedTuple):
     entropy: Tensor | None = None  # [C]
     lse: Tensor | None = None  # [C]
     mean_logit: Tensor | None = None  # [C]
-    outside: Tensor | None = None  # [C] what all of these are still to be multiplied with
+    outside: Tensor | None = None  # [C] a factor of all of these, which the operands' dtype does not round
 
     def of(self, f: Callable[[Tensor], Tensor]) -> "Upstream":
         """Return ``f`` of each."""
