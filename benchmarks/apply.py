@@ -8,11 +8,10 @@ of the gradients (hidden states, weight, bias) are against autograd on GEMMs in 
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,9 @@ from script import main
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, plan_head
-from lowtide.bench.case import Case, make_case, measure_case
-from lowtide.bench.harness import Peer, Row, Run, Table
-from lowtide.bench.settings import ShapeSettings, setting, shape_setting
+from lowtide.bench.case import Case, make_case, measure_cases
+from lowtide.bench.harness import Peer, Run, Table
+from lowtide.bench.settings import Shape, ShapeSettings, setting, shape_setting
 
 cross_entropy = partial(F.cross_entropy, reduction="none")  # of each token
 
@@ -51,7 +50,7 @@ FUNCTIONS = {"cross-entropy": cross_entropy, "focal": focal, "entropy": entropy,
 NAMED = {"4x4096": (16384, 4096, 128256), "64x512": (32768, 768, 32000)}
 TABLE = Table(
     {
-        "name": "<24", "ms": "9.2f", "peak_mib": "10.1f", "of_naive": "10.3f",
+        "name": "<24", "ms": "9.2f", "peak_mib": "10.1f",
         **{f"{name}_error": "12.1e" for name in ("value", "dx", "dw", "db")},
     },
     lambda row: ["{chunks} x {chunk_rows} rows".format(**row["plan"])] if "plan" in row else [],
@@ -73,6 +72,16 @@ class ApplyConfig(ShapeSettings):
     function: tuple[str, ...] = setting((), "these functions alone", metavar="FUNCTION", names=FUNCTIONS)
 
 
+def cases(run: Run, shape: Shape) -> Iterator[ApplyCase]:
+    """Yield the requested functions on one shape's random inputs, with a bias."""
+    torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
+    loss = make_case(shape, run.dtype, run.device)
+    bias = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
+    for name in run.config.function or FUNCTIONS:
+        about: Any = {**vars(loss), "names": ("value",), "leaves": (*loss.leaves, bias)}
+        yield ApplyCase(**about | {"function": name, "name": name})
+
+
 def plan_of(options: HeadOptions, case: Case) -> Any:
     return plan_head(*case.x.shape, len(case.w), case.x.dtype, case.x.device, options, function=True)
 
@@ -84,59 +93,35 @@ def in_two_chunks(case: Case) -> HeadOptions:
     return HeadOptions(workspace_mib=sizes[few] / 2**20)
 
 
-def peers_of(case: ApplyCase) -> Iterator[tuple[Peer, HeadOptions | None]]:
-    """Yield the ways to compute the mean of the case's function, lowtide's with their options."""
+def peers_of(case: ApplyCase) -> Iterator[Peer]:
+    """Yield the ways to compute the mean of the case's function, lowtide's with their plans."""
     fn, N = FUNCTIONS[case.function], case.shape.N
     (x, w, b), y = case.leaves, case.y
 
-    def peer(name: str, mean: Callable[[], Tensor]) -> Peer:
-        return Peer(name, lambda _: lambda *_: mean())
+    def peer(name: str, mean: Callable[[], Tensor], options: HeadOptions | None = None) -> Peer:
+        plan = {} if options is None else {"plan": asdict(plan_of(options, case))}
+        return Peer(name, lambda _: lambda *_: mean(), about=lambda _: plan)
 
-    def summed(name: str, options: HeadOptions, compile: bool = False) -> tuple[Peer, HeadOptions]:
+    def summed(name: str, options: HeadOptions, compile: bool = False) -> Peer:
         def total(logits: Tensor, labels: Tensor) -> Tensor:
             return fn(logits, labels).sum() / N
 
         run = partial(linear_apply, total, x, w, y, linear_bias=b, out="sum", compile=compile, options=options)
-        return peer(f"lowtide, {name}", run), options
+        return peer(f"lowtide, {name}", run, options)
 
     two, default = in_two_chunks(case), HeadOptions()
-    yield peer("naive", lambda: fn(F.linear(x, w, b).to(torch.promote_types(x.dtype, torch.float32)), y).mean()), None
+    yield peer("naive", lambda: fn(F.linear(x, w, b).to(torch.promote_types(x.dtype, torch.float32)), y).mean())
     yield summed("two chunks", two)
     yield summed("default", default)
-    yield peer("lowtide, per token", lambda: linear_apply(fn, x, w, y, linear_bias=b).mean()), default
+    yield peer("lowtide, per token", lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default)
     if case.function != "top-k" and x.is_cuda:  # of which a compiler makes fewer passes over the logits
         yield summed("two chunks, compiled", two, compile=True)
         yield summed("default, compiled", default, compile=True)
     if case.function == "cross-entropy":
-        yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b)), None
+        yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b))
 
 
-def measure(run: Run) -> None:
-    shapes = run.result["shapes"] = []
-    for shape in run.config.shapes:
-        torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
-        loss, tables = make_case(shape, run.dtype, run.device), list[Row]()
-        leaves = (*loss.leaves, torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_())
-        shapes.append({**vars(shape), "tables": tables})
-        for name in run.config.function or FUNCTIONS:
-            tables.append(table := Row())
-            about: Any = {**vars(loss), "names": ("value",), "leaves": leaves, "function": name, "name": name}
-            measure_function(run, ApplyCase(**about), table)
-
-
-def measure_function(run: Run, case: ApplyCase, table: Row) -> None:
-    options, least = dict(peers_of(case)), list[float]()  # of naive, the first
-
-    def more(_: Case, peer: Peer, row: Row) -> Row:
-        found: Row = {f"{of}_error": error for of, error in row.get("errors", {}).items()}
-        if (with_options := options[peer]) is not None:
-            found["plan"] = dataclasses.asdict(plan_of(with_options, case))
-        if "peak_mib" in row:
-            least.append(row["peak_mib"])
-            found["of_naive"] = row["peak_mib"] / least[0]
-        return found | {"function": case.function}
-
-    measure_case(run, case, table, options, table=TABLE, more=more)
+measure = partial(measure_cases, cases=cases, peers=peers_of, table=TABLE)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ class ContrastiveCase(Case):
 
     mask: Tensor | None
 
-    def call(self, function: Function) -> Any:
-        return function(self.x, self.w)
+    def call(self, function: Function) -> Values:
+        return (function(self.x, self.w),)
 
     def values_of(self, z: Tensor, rows: slice) -> Values:
         return (loss_of(z, self.y[rows], None if self.mask is None else self.mask[rows], "none"),)

@@ -76,7 +76,9 @@ def main() -> int:
     print(f"{'N x D x V':18} {'dtype':9} threads policy   stock ms lowtide ms  ratio median")
     for shape, dtype, threads, policy in product(args.shape, args.dtype, args.threads, args.policy):
         env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy}
-        value = run_child(importable, shape, dtype, args.pairs, env=env, capture=False).value
+        value = run_child(importable, shape, dtype, args.pairs, env=env)
+        if "failed" in value:
+            sys.exit(value["failed"])
         rows.append({"shape": shape, "dtype": dtype, "threads": threads, "policy": policy, **value})
         print(
             f"{shape:18} {dtype:9} {threads:7} {policy:8} {value['stock_ms']:8.1f}"

@@ -41,8 +41,8 @@ class DivergenceCase(Case):
     kind: str
     beta: float
 
-    def call(self, function: Function) -> Any:
-        return function(self.x, self.w, self.teacher.x, self.teacher.w)
+    def call(self, function: Function) -> Values:
+        return (function(self.x, self.w, self.teacher.x, self.teacher.w),)
 
     @property
     def flops(self) -> int:

@@ -20,9 +20,8 @@ import torch
 from mixture import Mixture, make_mixture
 from script import main
 
-from lowtide.bench.case import Function
+from lowtide.bench.case import Function, measure_cases
 from lowtide.bench.harness import Peer, by_name, gpu_module
-from lowtide.bench.mlp import measure_modules
 from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 from lowtide.errors import UnsupportedError
 from lowtide.mlp.experts import Form, experts_mlp
@@ -91,7 +90,7 @@ class ExpertsConfig(ShapeSettings):
     only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
 
 
-measure = partial(measure_modules, make=make_mixture)
+measure = partial(measure_cases, cases=lambda run, shape: [make_mixture(shape, run.dtype, run.device)])
 
 
 if __name__ == "__main__":

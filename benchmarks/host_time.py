@@ -89,9 +89,9 @@ def measure(run: Run) -> None:
     found: dict[str, list[Row]] = {way: [] for way in config.way}
     for _ in range(config.processes):
         for group in groups:
-            ended = run_child(rounds_of, group, run.settings)
+            rows_of = run_child(rounds_of, group, run.settings)
             for way in group:
-                found[way].append((ended.value or {}).get(way) or {"failed": ended.failure})
+                found[way].append(rows_of.get(way, rows_of))
     for way, each in found.items():
         row: Row = {"name": way, "processes": each}
         failed = next((one for one in each + found[config.way[0]] if "failed" in one), None)

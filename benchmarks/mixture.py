@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.bench.case import Function
+from lowtide.bench.case import Function, Values
 from lowtide.bench.mlp import ModuleCase
 from lowtide.mlp.experts import Groups, sorted_by_expert
 
@@ -41,10 +41,9 @@ class Mixture(ModuleCase):
         """GEMMs: those that a step cannot do without, and with gate and up recomputed."""
         return 6, 7
 
-    def call(self, function: Function) -> Tensor:
+    def call(self, function: Function) -> Values:
         """Return the output of what a peer has built, which holds its inputs."""
-        output: Tensor = function()
-        return output
+        return (function(),)
 
     def bare(self, size: int) -> None:
         """Run the grouped GEMMs of a step: 6, or 7 with one twice."""

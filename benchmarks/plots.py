@@ -37,7 +37,7 @@ def draw_sweep(result: Row, file: Path) -> None:
 
     Lines end where memory does.
     """
-    points = result["points"]
+    points = result["tables"]
     center = points[0]
     others = {axis: [other for other in AXES if other != axis] for axis in AXES}
     lines = {axis: [p for p in points if all(p[o] == center[o] for o in others[axis])] for axis in AXES}
@@ -77,20 +77,21 @@ def draw_panel(
     axes.grid(alpha=0.25)
 
 
-def draw_front(result: Row, shape: Row, file: Path) -> None:
+def draw_front(result: Row, table: Row, file: Path) -> None:
     """Draw time against memory: lowtide by workspace as a line, the peers of the table as points."""
     figure = Figure(figsize=(8, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    title = "Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n".format(**shape)
+    title = "Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n".format(**table)
     axes.set(title=title + where(result), xscale="log", yscale="log", ylabel="time, ms")
     axes.set_xlabel("peak memory above the inputs, gradients included, MiB")
     axes.grid(alpha=0.25)
     axes.margins(0.1)
-    table = [row for row in shape["table"] if "ms" in row]
+    measured = [row for row in table["rows"] if "ms" in row]
+    others = [row for row in measured if "workspace_mib" not in row]
     for rows, style, color, label in (
-        ([row for row in shape["sweep"] if "ms" in row], "o-", OWN, "lowtide, by MiB of workspace"),
-        ([row for row in table if row["name"] == "lowtide"], "*", OWN, "lowtide, default"),
-        ([row for row in table if row["name"] != "lowtide"], "D", OTHERS, "others"),
+        ([row for row in measured if "workspace_mib" in row], "o-", OWN, "lowtide, by MiB of workspace"),
+        ([row for row in others if row["name"] == "lowtide"], "*", OWN, "lowtide, default"),
+        ([row for row in others if row["name"] != "lowtide"], "D", OTHERS, "others"),
     ):
         ordered = sorted(rows, key=lambda row: row["peak_mib"])
         axes.plot([r["peak_mib"] for r in ordered], [r["ms"] for r in ordered], style, color=color, label=label)
@@ -99,7 +100,7 @@ def draw_front(result: Row, shape: Row, file: Path) -> None:
             place = {"xytext": (x, y), "textcoords": "offset points", "ha": "left" if x > 0 else "right"}
             name = f"{row['workspace_mib']:g}" if "workspace_mib" in row else row["name"]
             axes.annotate(name, (row["peak_mib"], row["ms"]), color=color, fontsize=7, **place)
-    limit, least = shape["limits"][0]["ms"], shape["gradients_mib"]
+    limit, least = table["limit_ms"], table["gradients_mib"]
     axes.axhline(limit, color=QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
     axes.axvline(least, color=QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
@@ -108,11 +109,11 @@ def draw_front(result: Row, shape: Row, file: Path) -> None:
 
 def main(file: Path) -> None:
     result = json.loads(file.read_text())
-    if "points" in result:
+    fronts = [table for table in result["tables"] if any("workspace_mib" in row for row in table["rows"])]
+    for table in fronts:
+        draw_front(result, table, file.with_name(f"{file.stem}-{table['name'].replace(',', '-')}.png"))
+    if not fronts:
         draw_sweep(result, file.with_name(f"{file.stem}-lines.png"))
-    for shape in result.get("shapes", ()):
-        if shape.get("sweep"):
-            draw_front(result, shape, file.with_name(f"{file.stem}-{shape['name'].replace(',', '-')}.png"))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from lowtide.bench.models import build_model, make_optimizer
 from lowtide.bench.settings import Settings, setting
 from lowtide.bench.variant import Variant
 from lowtide.measure.child import allocator
-from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
+from lowtide.measure.resident import reset_cuda_peak
 from lowtide.measure.units import gib
 from lowtide.memory.stack import find_stack
 from lowtide.train.shapes import model_config
@@ -119,7 +119,8 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
             dist.all_reduce(loss.detach_().div_(ranks))
         losses.append(loss.item())  # waits for the GPU
         times.append(time.perf_counter() - start)
-    seconds, peak = statistics.median(times[WARM:]), torch.tensor(gib(cuda_peak_bytes()), device=device)
+    seconds = statistics.median(times[WARM:])
+    peak = torch.tensor(gib(torch.cuda.max_memory_allocated()), device=device)
     if ranks > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     speed = {"seconds": seconds, "times": times[WARM:], SPEED: batch * config.tokens / seconds}

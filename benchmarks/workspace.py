@@ -2,8 +2,8 @@
 
     python benchmarks/workspace.py --shape llama-1b
 
-The result is that of lowtide bench head, with the rows of `sweep`: powers of two, from a 64th of the logits up to all
-of them. `plots.py` draws it, if matplotlib is there.
+The result is that of lowtide bench head, with rows of workspaces: powers of two, from a 64th of the logits up to all of
+them. `plots.py` draws it, if matplotlib is there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from script import main
 
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
 from lowtide.bench import head
-from lowtide.bench.case import Case, make_case, measure_case
+from lowtide.bench.case import Case
 from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.harness import Peer, Row, Run
+from lowtide.bench.harness import Peer, Run
 
 POINTS = 7
 
 
-def peers_of(case: Case) -> Iterator[tuple[float, Any, Peer]]:
-    """Yield lowtide with each workspace in MiB and its plan; of those that have the same plan, the smallest alone."""
+def workspaces(case: Case) -> Iterator[Peer]:
+    """Yield lowtide with each workspace; of those that have the same plan, the smallest alone."""
     sizes: Any = (len(case.x), case.x.shape[1], len(case.w), case.x.dtype, case.x.device)
     top, seen = math.ceil(math.log2(len(case.x) * len(case.w) * case.x.itemsize / 2**20)), set[object]()
     for value in (2.0**k for k in range(top - POINTS + 1, top + 1)):
@@ -36,21 +36,14 @@ def peers_of(case: Case) -> Iterator[tuple[float, Any, Peer]]:
         plan = plan_head(*sizes, options)
         key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
         if key not in seen:
+            about = {"workspace_mib": value, "plan": dataclasses.asdict(plan)}
             loss = partial(linear_cross_entropy, options=options)
-            yield value, plan, Peer(f"lowtide {value:g} MiB", lambda _, loss=loss: loss)
+            yield Peer(f"lowtide {value:g} MiB", lambda _, loss=loss: loss, about=lambda _, about=about: about)
         seen.add(key)
 
 
 def measure(run: Run) -> None:
-    shapes = run.result["shapes"] = []
-    for shape in run.config.shapes:
-        case = make_case(shape, run.dtype, run.device)
-        shapes.append(entry := Row())
-        measure_case(run, case, entry, rows="table", more=head.of_loss)
-        found = {
-            peer: {"workspace_mib": value, "plan": dataclasses.asdict(plan)} for value, plan, peer in peers_of(case)
-        }
-        measure_case(run, case, entry, found, rows="sweep", more=lambda _, peer, __, found=found: found[peer])
+    head.measure(run, peers=lambda case: [*run.chosen, *workspaces(case)])
     if importlib.util.find_spec("matplotlib") is not None:
         import plots
 

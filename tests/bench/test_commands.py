@@ -23,7 +23,6 @@ from lowtide.bench.harness import Run
 from lowtide.bench.variant import Variant
 from lowtide.cli import _parser, main
 from lowtide.errors import UnsupportedError
-from lowtide.measure.child import ChildResult
 from lowtide.memory.policy import parse_policies, split_states
 from lowtide.train.shapes import SHAPES
 from promises import promise
@@ -42,35 +41,27 @@ SIZES = {  # small ones, in the place of an example's
     "mlp": "--shape 1,8,4,6",
     "step": "--tokens 16 --model small.json",
 }
-SMALL = {  # a run of one case
-    "head": "--only lowtide naive",
-    "sweep": "--only lowtide naive",
-    "stats": "--work logprob --only lowtide naive",
-    "mlp": "--only lowtide-0 naive",
-    "step": "--peer stock --policy all",
-}
 MEASURED = {"name", "ms", "limit_ms", "share", "spread", "tflops", "forward_ms", "kept_mib", "peak_mib"}
 IN_ROWS = {
     "head": MEASURED | {"loss_error", "dx_error", "dw_error"},
     "sweep": MEASURED | {"loss_error", "dx_error", "dw_error"},
-    "stats": MEASURED | {"errors"},
+    "stats": MEASURED | {"logprob_error"},
     "mlp": MEASURED | {"gemms"},
-    "step": {"way", "tokens", "seconds", "spread", "tokens_per_s", "peak_gib", "losses", "attention"},
+    "step": {"way", "tokens", "seconds", "spread", "tokens_per_s", "peak_gib", "losses"},
 }
 
 
-def rows_of(found: Any) -> list[dict[str, Any]]:
-    """Return the rows of a result, wherever its benchmark has them: the dicts of lists called so."""
-    if isinstance(found, list):
-        return [row for each in found for row in rows_of(each)]
-    if not isinstance(found, dict):
-        return []
-    rows = [row for key in ("rows", "table", "sweep") for row in found.get(key, ())]
-    return rows + [row for key in ("shapes", "tables", "points") for row in rows_of(found.get(key))]
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a result, of all its tables if it has several."""
+    rows: list[dict[str, Any]] = found.get("rows", []) + [
+        row for table in found.get("tables", ()) for row in table["rows"]
+    ]
+    return rows
 
 
-def result(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*-cpu.json")
+def result(folder: Path, last: int = 1) -> dict[str, Any]:
+    """Return the result of a run, which has the number of the runs before it on the same day in its name."""
+    (file,) = folder.glob("*-cpu.json" if last == 1 else f"*-cpu-{last}.json")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -91,9 +82,8 @@ def examples(kind: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[s
 def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What would have a process of its own runs here, in an empty folder; COMMIT is set, and sweeps are short."""
 
-    def here(function: Any, *args: Any, **_: Any) -> ChildResult:
-        value = function(*json.loads(json.dumps(args)))
-        return ChildResult(returncode=0, value=json.loads(json.dumps(value)))
+    def here(function: Any, *args: Any, **_: Any) -> Any:
+        return json.loads(json.dumps(function(*json.loads(json.dumps(args)))))
 
     for module in (step, importlib.import_module("host_time")):
         monkeypatch.setattr(module, "run_child", here)
@@ -115,25 +105,41 @@ def planned_row(way: str, *_: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_example_of_a_help_runs(
-    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_every_example_of_a_help_runs_from_arguments_to_a_file(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU and at a small size, of some peers; Liger, which some name, does not run there."""
     words, commands = examples(kind, capsys)
     for field in dataclasses.fields(CONFIGS[kind]):
-        flag = field.name.replace("_", "-")
-        assert f"--no-{flag}" in words if field.default is True else f"--{flag}" in words
+        assert f"--{field.name.replace('_', '-')}" in words
     assert "Exit status 1 where" in words
     assert len(commands) >= 3
     assert sum("--device cpu" in command for command in commands) == 1
-    some = {"lowtide", "lowtide-1-tiled", "liger", "naive"}
+    names = next((f.metadata["names"] for f in dataclasses.fields(CONFIGS[kind]) if f.name == "only"), ())
+    assert tuple(PEERS[kind]) == tuple(names)
+    some = {"lowtide", "lowtide-0", "lowtide-1-tiled", "liger", "naive"}
     monkeypatch.setattr(MODULES[kind], "PEERS", {k: v for k, v in PEERS[kind].items() if k in some})
     row_of_step = step.row_of
-    for command in commands:
-        if "--device cpu" not in command:  # a step of each would take a quarter of a minute
+    for number, command in enumerate(commands, 1):
+        if not (whole := "--device cpu" in command):  # a step of each would take a quarter of a minute
             monkeypatch.setattr(step, "row_of", planned_row)
-        assert run(*shlex.split(command)[2:]) == 0, command
+        given = shlex.split(command)[2:]
+        assert run(*given) == 0, command
         monkeypatch.setattr(step, "row_of", row_of_step)
+        found, out = result(tmp_path, number), capsys.readouterr().out
+        assert found["command"] == shlex.join(["lowtide", "bench", *given, *SIZES[kind].split(), *QUICK])
+        assert re.search(rf"written: \d{{4}}-\d\d-\d\d-{kind}-cpu(-\d)?\.json$", out.strip())
+        if whole or kind != "step":
+            rows = [row for row in rows_of(found) if row.get("name") != "liger"]
+            assert all(IN_ROWS[kind] <= set(row) and "failed" not in row for row in rows), rows
+            assert rows
+    assert {"command", "date", "commit", "machine"} <= set(found)
+    assert {peer.package for peer in MODULES[kind].PEERS.values()} - {""} <= set(found["machine"])
+    if kind == "step":
+        assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-4)
+    if kind == "sweep":
+        assert [point["N"] for point in found["tables"]] == [9, 1, 18, 9, 9, 9]
+        assert rows[0]["tflops"] == pytest.approx(6 * 9 * 4 * 64 / rows[0]["ms"] / 1e9)
 
 
 BAD = {
@@ -199,31 +205,6 @@ def test_what_cannot_run_here_is_one_line_and_writes_nothing(
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"lowtide bench {arguments.split()[0]}: {error}")
     assert {file.name for file in tmp_path.iterdir()} == {"t5.json", "small.json"}
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(kind, *SMALL[kind].split()) == 0
-    found = result(tmp_path)
-    (file,) = tmp_path.glob("*-cpu.json")
-    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{kind}-cpu", file.stem)
-    assert {"command", "date", "commit", "machine"} <= set(found)
-    words = [*SMALL[kind].split(), *SIZES[kind].split(), *QUICK]
-    assert found["command"] == shlex.join(["lowtide", "bench", kind, *words])
-    rows = rows_of(found)
-    assert len(rows) == (12 if kind == "sweep" else 2)
-    for row in rows:
-        assert IN_ROWS[kind] <= set(row), row
-        assert "failed" not in row
-    if kind == "step":
-        assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-4)
-    if kind == "sweep":
-        assert [point["N"] for point in found["points"]] == [9, 1, 18, 9, 9, 9]
-        assert rows[0]["tflops"] == pytest.approx(6 * 9 * 4 * 64 / rows[0]["ms"] / 1e9)
-    assert capsys.readouterr().out.endswith(f"written: {file.name}\n")
-    names = next((f.metadata["names"] for f in dataclasses.fields(CONFIGS[kind]) if f.name == "only"), ())
-    assert tuple(PEERS[kind]) == tuple(names)
-    assert {peer.package for peer in PEERS[kind].values()} - {""} <= set(found["machine"])
 
 
 def broken(*_: object, **__: object) -> Any:
@@ -303,12 +284,12 @@ def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest
     rows = rows_of(found)
     assert {row.get("name", row.get("peer")) for row in rows if "ms" in row} >= measured
     for row in rows:
-        errors = [value for key, value in row.items() if key.endswith("error")] + list(row.get("errors", {}).values())
-        assert max(errors, default=0) < 1e-4, row
+        assert max((value for key, value in row.items() if key.endswith("error")), default=0) < 1e-4, row
     plots = find_spec("matplotlib")
     if name == "workspace":
-        (shape,) = found["shapes"]
-        assert shape["table"][-1]["failed"] == "runs on GPUs only" or torch.cuda.is_available()
-        assert shape["table"][0]["plan"]["chunks"] >= 1
-        assert [row["workspace_mib"] for row in shape["sweep"]] == sorted({r["workspace_mib"] for r in shape["sweep"]})
+        assert len(found["tables"]) == 1
+        others, workspaces = ([row for row in rows if ("workspace_mib" in row) == of] for of in (False, True))
+        assert others[-1]["failed"] == "runs on GPUs only" or torch.cuda.is_available()
+        assert others[0]["plan"]["chunks"] >= 1
+        assert [row["workspace_mib"] for row in workspaces] == sorted({row["workspace_mib"] for row in workspaces})
         assert not plots or [file.stat().st_size > 20_000 for file in tmp_path.glob("*-64-16-256.png")] == [True]

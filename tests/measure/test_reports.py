@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from fractions import Fraction
 
 import pytest
 import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.measure.child import ChildResult, run_child
+from lowtide.measure.child import run_child
 from lowtide.measure.machine import describe_machine
-from lowtide.measure.units import as_gib, parse_gib
+from lowtide.measure.units import as_gib
 from promises import promise
 
 pytestmark = promise("commands")
@@ -28,14 +29,14 @@ pytestmark = promise("commands")
     ],
 )  # fmt: skip
 def test_sizes(text: str, size: float) -> None:
-    assert parse_gib("budget", text) == pytest.approx(size, rel=1e-15)
+    assert as_gib("budget", text) == pytest.approx(size, rel=1e-15)
 
 
 @promise("errors")
 def test_what_is_no_size() -> None:
     for text in ("", "GiB", "4e3", "1,5", "40GiBs", "-4G", "nan", "٤٠", "40 GiB GiB", "4P"):
         with pytest.raises(ArgumentValueError, match=r"^budget: expected a size such as 40GiB"):
-            parse_gib("budget", text)
+            as_gib("budget", text)
     for wrong in (True, None, b"40G", [40]):
         with pytest.raises(ArgumentTypeError, match=r"^budget_gib: expected a number of GiB, or a text"):
             as_gib("budget_gib", wrong)
@@ -56,13 +57,13 @@ def test_the_machine_is_json_with_the_requested_versions() -> None:
     json.dumps(found)
 
 
-def test_a_child_returns_the_functions_value_or_how_it_ended() -> None:
-    ended = run_child(math.gcd, 12, 18)
-    assert (ended.returncode, ended.value) == (0, 6)
-    failed = run_child(os.getenv, ["no name"])
-    assert failed.value is None
-    assert failed.failure.startswith("the process ended with status 1: TypeError: ")
-    assert run_child(os.getenv, "WHERE", env={"WHERE": "here"}).value == "here"
-    assert "too much host memory" in ChildResult(returncode=-9).failure
-    with pytest.raises(ArgumentValueError, match="can be imported"):
-        run_child(lambda: 1)
+def surroundings(name: str) -> dict[str, str]:
+    return {name: os.environ[name]}
+
+
+def test_a_child_returns_the_functions_dict_or_how_it_ended() -> None:
+    assert run_child(surroundings, "WHERE", env={"WHERE": "here"}) == {"WHERE": "here"}
+    failed = run_child(json.loads, "{")["failed"]
+    assert failed.startswith("the process ended with status 1: json.decoder.JSONDecodeError: ")
+    killed = run_child(signal.raise_signal, 9)["failed"]
+    assert killed == "the process ended with status -9, as the system kills one that takes too much host memory"

@@ -177,16 +177,6 @@ def test_compiled_layers_are_checkpointed_from_outside(
     assert parts(run("compile", "input", settings)) == AGAIN
 
 
-def test_attention_that_is_not_fused_is_said(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Gemma 2 caps its scores, which PyTorch's fused attention cannot: it runs with its own."""
-    file = tmp_path / "gemma2.json"
-    file.write_text(json.dumps({**CONFIG, "model_type": "gemma2", "head_dim": 12}))
-    found = run("lowtide", "input", {**settings, "model": str(file)})
-    assert "failed" not in found
-    assert found["attention"] == "eager"
-    assert "attention is the model's own (eager), not PyTorch's fused one" in found["note"]
-
-
 def test_what_cannot_be_built_and_what_breaks_is_a_row_that_says_why(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
 """A case: what every peer of a table computes, measured beside the limit, its bare GEMMs, and compared with its exact
-result. One path for all kinds: cases, rows measured interleaved, a table.
+result. One path for all kinds: the cases of each shape, a table for each, rows measured interleaved.
 
 N tokens, D hidden size, V vocabulary, K values per token.
 """
@@ -79,7 +79,7 @@ class Case:
         fit = tuple(rows for rows in (*CHUNKS, N) if rows <= N and rows * row_bytes <= MOST_LOGITS)
         return fit or (min(CHUNKS[0], N),)
 
-    def call(self, function: Function) -> Any:
+    def call(self, function: Function) -> Values:
         """Return what a peer's function computes, of a loss per token the mean."""
         values = values_in(function(self.x, self.w, self.y))
         return tuple(v.mean() if v.dim() and self.reduction == "mean" else v for v in values)
@@ -115,18 +115,16 @@ class Case:
     def forward(self, function: Function) -> Values:
         """Run a peer's function, with a graph where there are gradients."""
         with torch.set_grad_enabled(bool(self.upstream)):
-            return values_in(self.call(function))
+            return self.call(function)
 
     def step(self, function: Function) -> Values:
-        """Run forward and, where there are gradients, backward; return the values that have names. A mean's upstream
-        gradient is 1.
-        """
+        """Run forward and, where there are gradients, backward; return the values. A mean's upstream gradient is 1."""
         self.clear()
         values = self.forward(function)
         if self.upstream:
             ups = [up.to(v.dtype) if v.dim() else None for up, v in zip(self.upstream, values, strict=True)]
             torch.autograd.backward(values, ups)
-        return tuple(value.detach() for value in values if self.names)
+        return tuple(value.detach() for value in values)
 
     def exact(self) -> Exact:
         """Return each value in float64, from GEMMs in the next wider dtype, and the leaves' gradients in that dtype,
@@ -198,7 +196,7 @@ TABLE = Table(
         "name": "<24", "forward_ms": "11.2f", "ms": "9.2f", "share": "7.3f", "busy_ms": "9.2f", "busy_share": "11.3f",
         "kept_mib": "10.1f", "peak_mib": "10.1f",
     },
-    lambda row: [f"{name} off by {error:.1e}" for name, error in row.get("errors", {}).items()],
+    lambda row: [f"{key.removesuffix('_error')} off by {row[key]:.1e}" for key in row if key.endswith("_error")],
 )  # fmt: skip
 Times = Callable[..., dict[str, Timing]]  # `time_side_by_side` of some functions
 
@@ -218,13 +216,14 @@ def row_of(case: Case, peer: Peer, size: int, exact: Exact, times: Times) -> Row
     second over the first; ``spread``, the slowest round over the fastest, less 1; ``tflops``, the rate of the work that
     the GEMMs need, whatever a peer computes besides; ``forward_ms``; on a GPU the same with ``busy_`` before them;
     ``kept_mib``, what is alive after forward, hidden states included, weights and values not; ``peak_mib``, the most
-    memory at once above the inputs, gradients included; and ``errors``: of each value by name, the absolute difference,
-    its mean over the tokens; ``dx``, ``dw`` and ``db``, the relative errors of the gradients.
+    memory at once above the inputs, gradients included; for each value ``<name>_error``, the absolute difference, its
+    mean over the tokens; ``dx_error``, ``dw_error`` and ``db_error``, the relative errors of the gradients; and what
+    the peer says of the case.
 
     The first reading is of an idle GPU, which waits for the host's launches; in the busy one the GPU has other work
     while the host launches, as in training.
     """
-    row: Row = {"name": peer.name}
+    row: Row = {"name": peer.name, **({"gemms": peer.gemms} if peer.gemms else {}), **peer.about(case)}
     with reason_in(row, peer.package):
         function = peer.build(case)
         forward, step = partial(case.forward, function), partial(case.step, function)
@@ -243,12 +242,12 @@ def row_of(case: Case, peer: Peer, size: int, exact: Exact, times: Times) -> Row
         row["peak_mib"] = mib(peak_above(lambda: values.extend(step()), case.x.device))
         errors = {
             name: (value.double() - (true if value.dim() else true.mean())).abs().mean().item()
-            for name, value, true in zip(case.names, values, exact[0], strict=True)
+            for name, value, true in zip(case.names, values, exact[0], strict=bool(case.names))
         }
         for name, leaf, true in zip(("dx", "dw", "db"), case.leaves, exact[1], strict=False):
             errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, true)
-        row["errors"] = {name: error for name, error in errors.items() if math.isfinite(error)}
-        if missing := [name for name in errors if name not in row["errors"]]:
+        row |= {f"{name}_error": error for name, error in errors.items() if math.isfinite(error)}
+        if missing := [name for name, error in errors.items() if not math.isfinite(error)]:
             row["failed"] = f"{', '.join(missing)}: missing or not finite"
     case.clear()
     with suppress(RuntimeError):  # an illegal access by a kernel takes the GPU from a process
@@ -256,43 +255,27 @@ def row_of(case: Case, peer: Peer, size: int, exact: Exact, times: Times) -> Row
     return row
 
 
-def measure_case(
-    run: Run, case: Case, entry: Row, peers: Iterable[Peer] = (), *, rows: str = "rows", table: Table = TABLE,
-    more: Callable[[Case, Peer, Row], Row] = lambda *_: {},
+def measure_cases(
+    run: Run, cases: Callable[[Run, Any], Iterable[Case]], *, table: Table = TABLE,
+    peers: Callable[[Any], Iterable[Peer]] | None = None,
 ) -> None:  # fmt: skip
-    """Measure a case by the peers, without any by the chosen ones of the run, and print the table.
+    """Measure each case of each shape, and print a table for each: a row for each of the run's peers, or of the case's.
 
-    ``entry`` gets what the result has of the case, and under the key ``rows`` a row of each peer, with what ``more`` of
-    case, peer and row adds. ``gradients_mib`` is the size of the gradients that are returned, which is in every peak.
+    The result has an entry in ``tables`` for each: its shape, what the limit takes (``limit_ms``), ``gradients_mib``,
+    the size of the gradients that are returned, which is in every peak, and the ``rows``.
     """
     times = partial(time_side_by_side, device=run.device, warm=run.config.warm, reps=run.config.reps)
-    exact, gradients_mib = case.exact(), mib(sum(leaf.nbytes for leaf in case.leaves if case.upstream))
-    release(run.device)
-    limit = limit_of(case, times)
-    entry |= {**vars(case.shape), "dtype": run.dtype_name, "work": case.name, "tokens": len(case.x), rows: []}
-    entry |= {"gradients_mib": gradients_mib, "tflops": limit["tflops"]}
-    entry |= {"limits": [limit], **{f"limit_{key}": value for key, value in limit.items()}}
-    about = f"{limit['ms']:.2f} ms, {limit['tflops']:.3g} TFLOP/s; gradients {gradients_mib:.1f} MiB"
-    shape = ", ".join(f"{key} {value}" for key, value in vars(case.shape).items())
-    run.say(f"\n{shape}: {case.name} in {run.dtype_name}; the bare GEMMs take {about}\n{table.header}")
-    for peer in peers or run.chosen:
-        row = row_of(case, peer, limit["rows"] if case.names else peer.gemms, exact, times)
-        run.add(row | more(case, peer, row), entry[rows], table)
-
-
-def measure_shapes(run: Run, make: Callable[..., Case], *, entries: str = "shapes", **how: Any) -> None:
-    """Measure the case that ``make`` returns of each shape, as `measure_case` does."""
-    shapes = run.result[entries] = []
+    tables = run.result["tables"] = list[Row]()
     for shape in run.config.shapes:
-        shapes.append(entry := Row())
-        measure_case(run, make(shape, run.dtype, run.device), entry, **how)
-
-
-def measure_cases(run: Run, cases: Callable[[Run, Any], Iterable[Case]]) -> None:
-    """Measure several cases of each shape: a table for each."""
-    shapes = run.result["shapes"] = []
-    for shape in run.config.shapes:
-        shapes.append({**vars(shape), "tables": (tables := [])})
         for case in cases(run, shape):
-            tables.append(entry := Row())
-            measure_case(run, case, entry)
+            exact, gradients_mib = case.exact(), mib(sum(leaf.nbytes for leaf in case.leaves if case.upstream))
+            release(run.device)
+            limit, rows = limit_of(case, times), list[Row]()
+            entry = {**vars(shape), "dtype": run.dtype_name, "work": case.name, "tokens": len(case.x)}
+            entry |= {f"limit_{key}": value for key, value in limit.items()}
+            tables.append({**entry, "gradients_mib": gradients_mib, "rows": rows})
+            about = f"{limit['ms']:.2f} ms, {limit['tflops']:.3g} TFLOP/s; gradients {gradients_mib:.1f} MiB"
+            sizes = ", ".join(f"{key} {value}" for key, value in vars(shape).items())
+            run.say(f"\n{sizes}: {case.name} in {run.dtype_name}; the bare GEMMs take {about}\n{table.header}")
+            for peer in run.chosen if peers is None else peers(case):
+                run.add(row_of(case, peer, peer.gemms or limit["rows"], exact, times), rows, table)

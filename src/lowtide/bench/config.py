@@ -38,7 +38,7 @@ class HeadBenchConfig(ShapeSettings):
     """Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and every peer that can
     be imported, interleaved in one process with the limit: the bare GEMMs over chunks of 2048, 4096 or all rows,
     whichever is fastest. Peaks are above the inputs and include the gradients; errors are against GEMMs in a wider
-    dtype. A peer that fails is a row with the reason.
+    dtype.
     """
 
     benchmark, summary = "head", "linear + cross entropy"
@@ -57,8 +57,7 @@ class HeadBenchConfig(ShapeSettings):
 class SweepBenchConfig(HeadBenchConfig):
     """Rate, peak memory and errors of linear + cross entropy, forward and backward, over the number of tokens N, the
     hidden size D and the vocabulary V, each with the other two fixed: lowtide bench head, shape by shape. The rate is
-    6NDV over the time for every peer. An axis has powers of two times the shape's own size, from a 16th to 4. The
-    result is written after each row.
+    6NDV over the time for every peer. An axis has powers of two times the shape's own size, from a 16th to 4.
     """
 
     benchmark, summary = "sweep", "the same over tokens, hidden size and vocabulary"
@@ -82,12 +81,10 @@ class SweepBenchConfig(HeadBenchConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StatsBenchConfig(ShapeSettings):
-    """Time, peak memory and errors of per-token statistics, of lowtide and every peer that can be imported, interleaved
-    in one process with the limit. With random upstream gradients, forward and backward: the log-probability of each
-    token's target, with and without the entropy, and of several targets. Without gradients: the first two. The limit is
-    the bare GEMMs (four with gradients, as no logits are saved, else one) over chunks of 2048, 4096 or all rows,
-    whichever is fastest. Peaks are above the inputs and include the gradients; errors are against GEMMs in a wider
-    dtype. A peer that fails, or does not offer the work, is a row with the reason.
+    """Time, peak memory and errors of per-token statistics, as lowtide bench head measures those of the loss. With
+    random upstream gradients, forward and backward: the log-probability of each token's target, with and without the
+    entropy, and of several targets. Without gradients: the first two. The limit has four GEMMs with gradients, as no
+    logits are saved, else one.
     """
 
     benchmark, summary = "stats", "log-probabilities and entropies"
@@ -106,8 +103,7 @@ class StatsBenchConfig(ShapeSettings):
 class MlpBenchConfig(ShapeSettings):
     """Time and memory of the gated MLP, forward and backward, at both levels of swiglu_mlp and of every peer that can
     be imported, interleaved in one process with the limit: the bare GEMMs, 9, or 11 where gate and up are recomputed.
-    "kept" is alive after forward, the input included; peaks are above input and weights and include the gradients. A
-    peer that fails is a row with the reason.
+    "kept" is alive after forward, the input included; peaks are above input and weights and include the gradients.
     """
 
     benchmark, summary = "mlp", "the gated MLP"

@@ -42,7 +42,8 @@ class Peer:
     name: str  # of its row
     build: Callable[[Any], Any]
     package: str = ""  # the distribution it comes in, for its version; empty where that is torch's or lowtide's
-    gemms: int = 9  # per layer of a module, that it cannot do without
+    gemms: int = 0  # of a module, that its limit has; 0: the limit is the case's
+    about: Callable[[Any], Row] = lambda _: {}  # what its row says of a case
 
 
 def by_name(*peers: Peer) -> dict[str, Peer]:
@@ -82,7 +83,7 @@ class Table:
             " " * len(format(0, spec)) if row.get(key) is None else format(row[key], spec)
             for key, spec in self.columns.items()
         )
-        notes = "; ".join([*self.notes(row), row.get("failed", "")]).strip("; ")
+        notes = "; ".join(filter(None, [*self.notes(row), row.get("failed")]))
         return f"{''.join(cells).rstrip()}  {notes}".rstrip() + "\n"
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.bench.case import Case, Function, Values, make_case, measure_shapes, values_in, values_of_logits
+from lowtide.bench.case import Case, Function, Values, make_case, measure_cases, values_in, values_of_logits
 from lowtide.bench.config import HEAD_PEERS
 from lowtide.bench.harness import Peer, Row, by_name, compiled, gpu_module
 from lowtide.bench.variant import LOWTIDE
@@ -42,6 +42,13 @@ def _lowtide(case: Case) -> Function:
         return stats.logprob, stats.entropy
 
     return run
+
+
+def _plan(case: Case) -> Row:
+    """Return the ``plan`` of the mean loss."""
+    N, D = case.x.shape
+    mean = case.reduction == "mean"
+    return {"plan": asdict(plan_head(N, D, len(case.w), case.x.dtype, case.x.device))} if mean else {}
 
 
 def naive(case: Case) -> Function:
@@ -149,7 +156,7 @@ def _trl(case: Case) -> Function:
 
 _CCE = ("cut_cross_entropy", "linear_cross_entropy")
 ALL_PEERS = by_name(
-    Peer(LOWTIDE, _lowtide),
+    Peer(LOWTIDE, _lowtide, about=_plan),
     Peer("naive", naive),
     Peer("compile", lambda case: compiled(naive(case))),
     Peer("liger", _on_gpu("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"), "liger-kernel"),
@@ -165,17 +172,4 @@ ALL_PEERS = by_name(
     Peer(f"forward-{CHUNKS}", lambda _: _gradients_in_forward),
 )
 PEERS = {name: ALL_PEERS[name] for name in HEAD_PEERS}
-
-
-def of_loss(case: Case, peer: Peer, row: Row) -> Row:
-    """Return more of a row of the loss: ``loss_error``, the absolute difference, ``dx_error`` and ``dw_error``, the
-    gradients' relative errors; lowtide's has the ``plan`` of `plan_head`.
-    """
-    errors = {f"{name}_error": error for name, error in row.get("errors", {}).items()}
-    if peer.name != LOWTIDE:
-        return errors
-    N, D = case.x.shape
-    return errors | {"plan": asdict(plan_head(N, D, len(case.w), case.x.dtype, case.x.device))}
-
-
-measure = partial(measure_shapes, make=make_case, rows="table", more=of_loss)
+measure = partial(measure_cases, cases=lambda run, shape: [make_case(shape, run.dtype, run.device)])

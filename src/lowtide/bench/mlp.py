@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.case import Case, Exact, Function, measure_shapes
+from lowtide.bench.case import Case, Exact, Function, Values, measure_cases
 from lowtide.bench.harness import Peer, by_name, compiled, gpu_module
 from lowtide.bench.variant import LOWTIDE
 from lowtide.mlp.swiglu import swiglu_mlp
@@ -27,10 +27,9 @@ class ModuleCase(Case):
 
     names: tuple[str, ...] = ()
 
-    def call(self, function: Function) -> Tensor:
+    def call(self, function: Function) -> Values:
         """Return the output."""
-        output: Tensor = function(*self.leaves)
-        return output
+        return (function(*self.leaves),)
 
     def exact(self) -> Exact:
         """Nothing is compared."""
@@ -84,14 +83,11 @@ def _liger(case: Case) -> Function:
 
 
 PEERS = by_name(
-    Peer(f"{LOWTIDE}-0", lambda _: partial(swiglu_mlp, checkpoint_level=0)),
+    Peer(f"{LOWTIDE}-0", lambda _: partial(swiglu_mlp, checkpoint_level=0), gemms=9),
     Peer(f"{LOWTIDE}-1", lambda _: partial(swiglu_mlp, checkpoint_level=1), gemms=11),
     Peer(f"{LOWTIDE}-1-tiled", lambda _: partial(swiglu_mlp, tile_tokens=TILE), gemms=11),
-    Peer("liger", _liger, "liger-kernel"),  # LigerSiLUMulFunction between three linear layers
-    Peer("naive", lambda _: _naive),  # as Hugging Face's Llama writes it
-    Peer("compile", lambda _: compiled(_naive)),
+    Peer("liger", _liger, "liger-kernel", gemms=9),  # LigerSiLUMulFunction between three linear layers
+    Peer("naive", lambda _: _naive, gemms=9),  # as Hugging Face's Llama writes it
+    Peer("compile", lambda _: compiled(_naive), gemms=9),
 )
-
-
-measure_modules = partial(measure_shapes, more=lambda _, peer, __: {"gemms": peer.gemms})  # of its limit
-measure = partial(measure_modules, make=make_mlp)
+measure = partial(measure_cases, cases=lambda run, shape: [make_mlp(shape, run.dtype, run.device)])

@@ -16,7 +16,7 @@ from lowtide.bench.harness import release
 from lowtide.bench.variant import LIGER, OURS, Variant, check_installed
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.child import allocator_setting
-from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
+from lowtide.measure.resident import peak_resident_bytes, reset_cuda_peak
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
 from lowtide.memory import ActivationPolicy, apply_policy, offload_optimizer
@@ -24,7 +24,6 @@ from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 
-SDPA = "sdpa"
 LEARNING_RATE = 1e-5
 
 
@@ -98,11 +97,6 @@ def build_model(
     return trained
 
 
-def attention_of(model: Any) -> str:
-    """Return transformers' name for a model's attention: `SDPA`, PyTorch's fused one, wherever the model has that."""
-    return str(model.config.get_text_config()._attn_implementation or "eager")
-
-
 def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer by its name among the planner's; `UnsupportedError` where its library is not installed."""
     if name.startswith("sgd"):
@@ -151,8 +145,8 @@ def measure_steps(
     row: dict[str, Any] = {"seconds": seconds, "spread": timing.spread, "tokens_per_s": ids.numel() / seconds}
     row |= {"losses": [loss.item() for loss in losses], "peak_gib": gib(peak_resident_bytes())}
     if device.type == "cuda":
-        row |= {"peak_gib": gib(cuda_peak_bytes()), "reserved_gib": gib(cuda_reserved_bytes())}
-        row["allocator"] = allocator_setting()
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        row |= {"peak_gib": gib(peak), "reserved_gib": gib(reserved), "allocator": allocator_setting()}
     return row
 
 

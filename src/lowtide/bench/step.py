@@ -8,7 +8,7 @@ import torch
 
 from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import Peer, Row, Run, Table, reason_in
-from lowtide.bench.models import attention_of, build_model, language_part, measure_steps
+from lowtide.bench.models import build_model, language_part, measure_steps
 from lowtide.bench.variant import Variant
 from lowtide.measure.child import allocator, run_child
 from lowtide.memory.policy import split_states
@@ -33,7 +33,6 @@ def row_of(way: str, tokens: int, settings: dict[str, Any]) -> Row:
         dtype, device = getattr(torch, config.dtype), torch.device(config.device)
         model = build_model(Variant.named(name), model_config(config.model), dtype, device)
         row |= measure_steps(model, "adamw", states, (config.batch, tokens), warm=config.warm, reps=config.reps)
-        row["attention"] = attention_of(model)
     return row
 
 
@@ -42,13 +41,11 @@ def measure(run: Run) -> None:
     config = run.config
     rows = run.result["rows"] = list[Row]()
     language_part(model_config(config.model))
-    run.result["config"] = run.settings
     first: dict[int, float] = {}  # seconds of the first row of each length
     run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}\n{TABLE.header}")
     for way in config.variants:
         for tokens in config.tokens:
-            ended = run_child(row_of, way, tokens, run.settings, env=allocator())
-            row = ended.value or {"failed": ended.failure}
+            row = run_child(row_of, way, tokens, run.settings, env=allocator())
             if "seconds" in row:
                 of_first = row["seconds"] / first.setdefault(tokens, row["seconds"])
                 row |= {"of_first": of_first, "loss": row["losses"][0], "last_loss": row["losses"][-1]}

@@ -25,8 +25,8 @@ examples:
       all options of one, with examples"""
 _RESULT = """\
 The result is DIR/<date>-{}-<gpu>.json, with the hardware and the versions; set COMMIT in the environment where the
-source has no git history. A peer that cannot be imported is a row that says so. Exit status 1 where lowtide itself
-failed, other than by running out of memory, or where a peer of --only cannot be imported."""
+source has no git history. A peer that fails or cannot be imported is a row with the reason. Exit status 1 where lowtide
+itself failed, other than by running out of memory, or where a peer of --only cannot be imported."""
 
 
 def add(parser: OneLineParser) -> None:

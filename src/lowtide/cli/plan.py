@@ -13,7 +13,7 @@ from typing import Any
 from lowtide.bench.settings import setting
 from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure.output_files import check_output_files
+from lowtide.measure.output_file import check_output_file
 from lowtide.measure.units import gib
 from lowtide.plan.arguments import Adapters, PlanArguments
 from lowtide.plan.config import nf4, read_settings, with_layers
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     command = _Command(**given(arguments, _Command))
     to_stdout = command.json == "-"
-    check_output_files(json=None if to_stdout else command.json)  # before minutes of a check are spent
+    check_output_file("json", None if to_stdout else command.json)  # before minutes of a check are spent
     if (file := arguments.run) in SHAPES:
         raise ArgumentValueError(message("run", "a YAML file", file, f"Give --model {file}."))
     run = RunFile() if file is None else read_run(Path(file))

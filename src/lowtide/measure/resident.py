@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import torch
 
 _STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -41,13 +41,10 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
-def reset_peak_resident() -> bool:
-    """Set the peak back to what is resident now; return whether this system can (Linux only)."""
-    try:
-        _CLEAR_REFS.write_text("5")  # 5: reset VmHWM, see proc_pid_clear_refs(5)
-    except OSError:
-        return False
-    return True
+def reset_peak_resident() -> None:
+    """Set the peak back to what is resident now, where the system can: on Linux."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # 5: reset VmHWM, see proc_pid_clear_refs(5)
 
 
 def available_bytes() -> int:
@@ -99,16 +96,6 @@ def _groups(root: Path, controllers: str) -> list[Path]:
     if ".." in group.parts:  # outside the namespace: no group below the root is ours
         return [root]
     return [root / above for above in (group, *group.parents)]
-
-
-def cuda_peak_bytes() -> int:
-    """Return the peak memory of tensors on the current CUDA device since the last reset, in bytes; 0 without CUDA."""
-    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
-
-
-def cuda_reserved_bytes() -> int:
-    """Return the peak memory that CUDA's allocator reserved since the last reset, in bytes; 0 without CUDA."""
-    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
 
 
 def reset_cuda_peak() -> None:

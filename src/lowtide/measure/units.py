@@ -30,29 +30,20 @@ def gib_text(size: float) -> str:
     return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
 
 
-def parse_gib(name: str, text: str) -> float:
-    """Return a size of memory in GiB from the text of argument ``name``: a number and a unit, in any case.
+def as_gib(name: str, size: object) -> float:
+    """Return argument ``name`` in GiB: a number, or a text of a number and a unit, in any case.
 
     ``40GiB``, ``40G`` and ``40`` are 40 times 2**30 bytes, ``40GB`` 40 times 10**9; likewise K, M, T; ``B`` is a byte.
-
-    Raises:
-        ArgumentValueError: The text is not a size.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text, re.ASCII)
-    if not found or found[2].lower() not in _UNITS:
-        raise ArgumentValueError(message(name, "a size such as 40GiB, 40GB, 24576MiB or 40 (GiB)", repr(text)))
-    return float(found[1]) * _UNITS[found[2].lower()] / 2**30
-
-
-def as_gib(name: str, size: object) -> float:
-    """Return argument ``name`` in GiB: a number, or a text as in `parse_gib`.
 
     Raises:
         ArgumentTypeError: It is neither.
         ArgumentValueError: The text is not a size.
     """
     if isinstance(size, str):
-        return parse_gib(name, size)
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", size, re.ASCII)
+        if not found or found[2].lower() not in _UNITS:
+            raise ArgumentValueError(message(name, "a size such as 40GiB, 40GB, 24576MiB or 40 (GiB)", repr(size)))
+        return float(found[1]) * _UNITS[found[2].lower()] / 2**30
     if isinstance(size, bool) or not isinstance(size, Real):
         raise ArgumentTypeError(message(name, "a number of GiB, or a text such as '40GiB'", f"{size!r}"))
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure.units import gib, parse_gib
+from lowtide.measure.units import as_gib, gib
 from lowtide.memory import apply_policy, offload_optimizer
 from lowtide.memory.policy import words_of
 from lowtide.memory.stack import find_stack
@@ -100,8 +100,8 @@ class Budget:
     """
 
     def __init__(self, memory: str, host: str | None, length: int | None) -> None:
-        self._gib = None if memory == AUTO else parse_gib("memory_budget", memory)
-        self._host_gib = 0.0 if host is None else parse_gib("host_budget", host)
+        self._gib = None if memory == AUTO else as_gib("memory_budget", memory)
+        self._host_gib = 0.0 if host is None else as_gib("host_budget", host)
         self._length = length
         self.plan: MemoryPlan | None = None
 

@@ -19,20 +19,14 @@ _HEAD = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <title>lowtide profile</title>
-<style>
-body { font: 14px sans-serif; margin: 1em; overflow-x: auto }
-img { max-width: 100% }
-table { margin: 2em 0; border-spacing: 1.5em 0.2em }
-td { text-align: right }
-tr :first-child { text-align: left }
-</style>
+<style>img { max-width: 100% } pre { overflow-x: auto }</style>
 """
 ROWS = Table(
     {
         "name": "<30", "policy": "<20", "seconds": "9.4g", "tokens_per_s": "14,.0f", "peak_gib": "10.3f",
         "loss": "9.4f",
     },
-    lambda row: [row["note"]] if "note" in row else [],
+    lambda row: [row.get("note", "")],
 )  # fmt: skip
 
 
@@ -140,14 +134,12 @@ def draw_profile(file: Path, result: Row) -> None:
 
 def write_page(file: Path, result: Row, plot: Path | None) -> None:
     """Write a profile as one static page that needs nothing else, with `draw_profile`'s PNG if there is one."""
-    parts = [_HEAD, f"<pre>{escape(title_of(result))}</pre>\n"]
+    image = ""
     if plot is not None:
         data = base64.b64encode(plot.read_bytes()).decode()
-        parts.append(f'<img alt="memory over the time of a step" src="data:image/png;base64,{data}">\n')
-    for cells in tables(result):
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)
-        parts.append("<table>\n" + "".join(f"<tr>{row}</tr>\n" for row in rows) + "</table>\n")
-    file.write_text("".join(parts), encoding="utf-8")
+        image = f'<img alt="memory over the time of a step" src="data:image/png;base64,{data}">\n'
+    title, *texts = (f"<pre>{escape(text)}</pre>\n" for text in (title_of(result), *map(table, tables(result))))
+    file.write_text("".join((_HEAD, title, image, *texts)), encoding="utf-8")
 
 
 def text_of(result: Row) -> str:

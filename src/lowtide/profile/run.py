@@ -50,8 +50,7 @@ def profile(run: Run) -> None:
     run.say(f"{title_of(run.result)}\n\n{ROWS.header}")
     for name, variant in run.config.variants.items():
         stem = f"{run.file.with_suffix('')}-{re.sub('[^A-Za-z0-9.]+', '-', name)}"
-        ended = run_child(measure, dataclasses.asdict(variant), settings, stem, env=allocator())
-        measured = ended.value or {"failed": ended.failure}
+        measured = run_child(measure, dataclasses.asdict(variant), settings, stem, env=allocator())
         run.add({"name": name, "impl": variant.impl, "policy": variant.policy, **measured}, rows, ROWS)
     run.say(text_of(run.result))
     plot, page = (run.file.with_suffix(suffix) for suffix in (".png", ".html"))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
-from lowtide.bench.models import SDPA, attention_of, build_model, make_optimizer
+from lowtide.bench.models import build_model, make_optimizer
 from lowtide.bench.variant import Variant
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, reset_cuda_peak
+from lowtide.measure.resident import reset_cuda_peak
 from lowtide.measure.units import gib
 from lowtide.profile.memory import OPTIMIZER_STATES, OTHER, WEIGHTS, describe, read_recording, storages
 from lowtide.profile.phases import HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, profiler_range
@@ -91,18 +91,15 @@ class Steps:
                 timed.append(self.marks.lengths_ms())
         result: dict[str, Any] = {}
         if self.device.type == "cuda":
-            result = {"allocated_gib": gib(cuda_peak_bytes()), "reserved_gib": gib(cuda_reserved_bytes())}
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            result = {"allocated_gib": gib(allocated), "reserved_gib": gib(reserved)}
         losses = [value if math.isfinite(value) else None for value in (loss.item() for loss in self.losses)]
-        attention = attention_of(self.model)
-        result |= {"losses": losses, "loss": losses[0] if losses else None, "attention": attention}
+        result |= {"losses": losses, "loss": losses[0] if losses else None}
         for name, parameters in (("parameters", self.model.parameters()), ("trained_parameters", self.trained)):
             result[name] = sum(p.numel() for p in parameters)
         steps_ms = list(map(sum, timed))
         median = [] if failed else timed[steps_ms.index(statistics.median_low(steps_ms))]
         result |= self.record(stem, median)
-        if attention != SDPA:
-            note = f"attention is the model's own ({attention}), not PyTorch's fused one"
-            result["note"] = "; ".join(filter(None, [result.get("note"), note]))
         if failed:
             return {**result, "failed": failed}
         seconds = sum(median) / 1e3

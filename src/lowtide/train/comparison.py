@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.machine import describe_machine
-from lowtide.measure.output_files import check_output_files
+from lowtide.measure.output_file import check_output_file
 from lowtide.measure.text import table
 from lowtide.measure.units import mib
 from lowtide.train.arguments import Arguments, parse
@@ -157,7 +157,7 @@ def compare(found: Arguments) -> Comparison:
     if not found.run.patch or found.run.memory_budget or found.training.resume_from_checkpoint:
         expected = "no --no-patch, --memory-budget or --resume_from_checkpoint beside it"
         raise ArgumentValueError(message("--compare", expected, "one of them"))
-    check_output_files(json=found.run.json)
+    check_output_file("json", found.run.json)
     quiet(bars=False)  # of the two processes as well
     block = max(_SHORTEST, max(found.training.max_steps, 0) // _BLOCKS)
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:

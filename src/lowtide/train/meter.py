@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from lowtide.measure.resident import (
-    cuda_peak_bytes,
-    peak_resident_bytes,
-    reset_cuda_peak,
-    reset_peak_resident,
-    resident_bytes,
-)
+from lowtide.measure.resident import peak_resident_bytes, reset_cuda_peak, reset_peak_resident, resident_bytes
 from lowtide.measure.units import mib
 
 WARM_STEPS = 2  # the first steps make the optimizer states and fill caches: left out of times and peaks
@@ -124,7 +118,7 @@ class StepMeter(TrainerCallback):  # type: ignore[misc]
             reset_peak_resident()
             reset_cuda_peak()
             result.warm_bytes = torch.cuda.memory_allocated() if result.on_gpu else resident_bytes()
-        result.peak_bytes = cuda_peak_bytes() if result.on_gpu else peak_resident_bytes()
+        result.peak_bytes = torch.cuda.max_memory_allocated() if result.on_gpu else peak_resident_bytes()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Stop the clock: an evaluation's time is none of a step."""
