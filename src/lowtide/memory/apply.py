@@ -35,9 +35,6 @@ class PolicyReport:
     Args:
         stack: The name of the list of layers inside the model.
         policies: Each layer's policy, by the layer's name, in order.
-        bytes_per_token: What a layer saves per token, by the layer's name; None where it depends on the layer's
-            operations (``keep="all"``) or the model's config lacks the sizes. In the dtype of its parameters: under
-            autocast attention's output is narrower. With ``every`` a layer's share of its group's input.
         on_device: The names of layers with ``offload=True`` that stay on the GPU, since backward begins with them.
         others: Further lists of layers, not changed.
         offloader: What the layers with ``offload=True`` share; None without any.
@@ -45,7 +42,6 @@ class PolicyReport:
 
     stack: str
     policies: dict[str, ActivationPolicy]
-    bytes_per_token: dict[str, int | None]
     on_device: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     offloader: Offloader | None = field(default=None, repr=False, compare=False)
@@ -56,7 +52,7 @@ class PolicyReport:
         return self.offloader.host_bytes if self.offloader is not None else 0
 
     def __str__(self) -> str:
-        rows = [["layers", "saves", "where", "mlp level", "bytes per token"]]
+        rows = [["layers", "saves", "where", "mlp level"]]
         for cells, run in groupby(self.policies, key=self._cells):
             first, *others = run
             rows.append([f"{first} - {others[-1]}" if others else first, *cells])
@@ -65,11 +61,11 @@ class PolicyReport:
         return "\n".join([header, "-" * max(map(len, [header, *lines])), *lines, *unchanged])
 
     def _cells(self, name: str) -> list[str]:
-        policy, size = self.policies[name], self.bytes_per_token[name]
+        policy = self.policies[name]
         where = "host" if policy.offload and name not in self.on_device else "GPU"
         saves = _SAVES[policy.keep] + f" of every {policy.every} layers" * (policy.every > 1)
         level = "unchanged" if policy.mlp_level is None else str(policy.mlp_level)
-        return [saves, where, level, "-" if size is None else f"{size:,}"]
+        return [saves, where, level]
 
 
 def apply_policy(
@@ -118,8 +114,8 @@ def apply_policy(
 
     Raises:
         ArgumentTypeError: An argument of another type.
-        ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, layers
-            that share an MLP and set different levels of it, or a ``host_gib`` that is negative or not finite.
+        ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, or a
+            ``host_gib`` that is negative or not finite.
         UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
             layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is set for a layer
             without a fused MLP, or ``offload`` on a machine without a CUDA device. At a layer's first forward:
@@ -158,9 +154,8 @@ def apply_policy(
             shared = offloader if chosen[name].offload else None
             state = LayerState(name, chosen[name], shared, names in moving, group, first=name == names[0])
             _adopt(stack.layers[name], state)
-    saved = {name: _bytes_per_token(model, stack.layers[name], policy) for name, policy in chosen.items()}
     staying = tuple(name for names in offloaded[len(moving) :] for name in names)
-    return PolicyReport(stack.name, chosen, saved, staying, stack.others, offloader)
+    return PolicyReport(stack.name, chosen, staying, stack.others, offloader)
 
 
 def remove_policy(model: nn.Module) -> None:
@@ -194,7 +189,7 @@ def _check(model: object, policy: object = ()) -> None:
 
 
 def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
-    """Raise before anything has changed if a layer cannot do what its policy sets, or layers disagree on their MLP."""
+    """Raise before anything has changed if a layer cannot do what its policy sets."""
     for name, policy in policies.items():
         layer = stack.layers[name]
         if policy.offload and not copies.available():
@@ -211,20 +206,11 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
             # Any module of the model: some keep the switch in the list's owner and not in the layers.
             if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
                 raise double_recompute(name)
-    for setting, attribute in _MLP.items():
-        first: dict[nn.Module, tuple[str, Any]] = {}
-        for name, layer in stack.layers.items():
-            value, modules = getattr(policies[name], setting), _with(attribute, layer)
-            if value is not None and not modules:
+        for setting, attribute in _MLP.items():
+            if getattr(policy, setting) is not None and not _with(attribute, layer):
                 hint = f"Call lowtide.patch(model, mlp=True) first; for MLPs that it cannot fuse, omit {setting}."
                 expected = f"a submodule with {attribute} for {setting} to set"
                 raise UnsupportedError(message(name, expected, "none", hint))
-            for own, module in modules.items():
-                other, others = first.setdefault(module, (name, value))
-                if others != value:  # the last one would hold for all
-                    expected = f"one {setting} in all layers that share the module {own!r}"
-                    got = f"{others} for {other} and {value} for {name}"
-                    raise ArgumentValueError(message("policy", expected, got, f"Give both the same {setting}."))
 
 
 def _groups(policies: dict[str, ActivationPolicy]) -> list[list[str]]:
@@ -281,21 +267,3 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
     return {"forward": forward}
-
-
-def _bytes_per_token(model: nn.Module, layer: nn.Module, policy: ActivationPolicy) -> int | None:
-    """Return what a layer saves per token, or None where its config does not have the sizes."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    sizes = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    hidden, heads, head_dim = (size if isinstance(size, int) else None for size in sizes)
-    itemsize = next((p.dtype.itemsize for p in layer.parameters() if p.is_floating_point()), None)
-    if policy.keep == "all" or hidden is None or itemsize is None:
-        return None
-    if policy.keep == "input":
-        return hidden * itemsize // policy.every
-    if heads is None:
-        return None
-    width = hidden // heads if head_dim is None else head_dim
-    return hidden * itemsize + heads * (width * itemsize + 4)  # a float32 logsumexp for each head

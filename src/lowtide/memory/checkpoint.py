@@ -137,15 +137,12 @@ def _of_hidden_states(
 
     The rest (positions, masks, another stack's output) is shared by the layers, and not copied or moved.
     """
-    rest: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    del rest[key]
-    places, names = range(len(args)), list(kwargs)  # not these themselves: they hold the hidden states
-
-    def of_hidden(hidden: Tensor) -> Any:
-        given = {**rest, key: hidden}
-        return forward(*(given[place] for place in places), **{name: given[name] for name in names})
-
-    return of_hidden
+    # In parts, without the hidden states, which the arguments would hold.
+    if isinstance(key, int):
+        before, after = args[:key], args[key + 1 :]
+        return lambda hidden: forward(*before, hidden, *after, **kwargs)
+    others = {name: value for name, value in kwargs.items() if name != key}
+    return lambda hidden: forward(*args, **{key: hidden}, **others)
 
 
 def _without_caches(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.saved import version
 
 
 class Side:
@@ -87,7 +86,7 @@ class Moved:
     """
 
     tensor: Tensor | None = None  # on the device
-    _host_seen: int | None = None  # the host's version when its copy back began
+    _done: Any = None  # the last copy, whichever way
 
     def __init__(self, host: Tensor, device: torch.device, side: Side) -> None:
         self.host, self._device, self._side = host, device, side
@@ -95,58 +94,44 @@ class Moved:
     @property
     def written(self) -> bool:
         """Whether the tensor on the device was written to since it was copied."""
-        return self.tensor is not None and version(self.tensor) != self._seen
+        return self.tensor is not None and self.tensor._version != self._seen
 
     def out(self, tensor: Tensor) -> None:
         """Begin to copy a tensor to the host."""
         if tensor is not self.tensor:
             self._stream = self._side.stream()  # on which its memory was made, and is used again when it is freed
-        self.tensor, self._seen, self._host_seen = tensor, version(tensor), None
-        self._done = self._side.copy_out(self.host, tensor)  # the last copy, whichever way
+        self.tensor, self._seen = tensor, tensor._version
+        self._done = self._side.copy_out(self.host, tensor)
 
-    def let_go(self, *, again: bool = False) -> None:
-        """Free the device's memory once no copy needs it; with ``again`` what was written since is copied before."""
-        if self.tensor is None:
-            return
-        # Not the current stream, which may be another one by now: the memory goes to who allocates on its own.
-        self.wait(self._stream)
-        if again and self.written:
-            self.out(self.tensor)
-            self.wait(self._stream)
-        self.tensor = None
+    def let_go(self) -> None:
+        """Free the device's memory once no copy needs it."""
+        if self.tensor is not None:
+            # Not the current stream, which may be another one by now: the memory goes to who allocates on its own.
+            self._side.wait(self._done, self._stream)
+            self.tensor = None
 
     def back(self) -> None:
         """Begin to copy to the device, unless it is there."""
         if self.tensor is None:
             self._stream = self._side.stream()
             self.tensor = torch.empty_like(self.host, device=self._device, pin_memory=False)
-            self._copy_back(self.tensor)
-
-    def _copy_back(self, tensor: Tensor) -> None:
-        self._host_seen = version(self.host)
-        self._done = self._side.copy_back(tensor, self.host)  # let_go has waited for the way out
-        self._seen = version(tensor)
+            self._done = self._side.copy_back(self.tensor, self.host)  # let_go has waited for the way out
+            self._seen = self.tensor._version
 
     def get(self) -> Tensor:
         """Return the tensor that `back` brings to the device, for what computes now."""
         self.back()
         assert self.tensor is not None
         here = self._side.stream()
-        self.wait(here)
-        if self._host_seen not in (None, version(self.host)):
-            self._copy_back(self.tensor)
-            self.wait(here)
+        self._side.wait(self._done, here)
         if here != self._stream:  # brought back from another one
             self._side.used_on(self.tensor, here)
         return self.tensor
 
-    def wait(self, stream: Any) -> None:
-        """Let a stream wait for the last copy."""
-        self._side.wait(self._done, stream)
-
     def finish(self) -> None:
         """Let the host wait for the last copy."""
-        self._side.finish(self._done)
+        if self._done is not None:
+            self._side.finish(self._done)
 
 
 def _clear_last_error(device: torch.device) -> None:

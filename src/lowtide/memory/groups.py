@@ -22,7 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.graph import run_in_eager
-from lowtide.memory.saved import Get, Store, hidden_states_of, stay, version
+from lowtide.memory.saved import Get, Store, hidden_states_of, stay
 
 Run = Callable[[Tensor], Any]
 Save = Callable[[Run, Tensor], Any]
@@ -63,7 +63,7 @@ class _Chain:
     def ends_in(self, hidden: Tensor) -> bool:
         """Whether hidden states are what the last layer returned, or a view of the whole of it, unmodified."""
         output = self._output() if self._output is not None else None
-        if output is None or not version(hidden) == version(output) == self._seen:
+        if output is None or not hidden._version == output._version == self._seen:
             return False
         return hidden is output or (hidden.data_ptr() != 0 and _layout(hidden) == _layout(output))
 
@@ -84,7 +84,7 @@ class _Chain:
         self._layers.append((run, again))
         output = hidden_states_of(outputs)
         if output is not None:
-            self._output, self._seen = weakref.ref(output), version(output)
+            self._output, self._seen = weakref.ref(output), output._version
         return outputs
 
     def _input(self, place: int) -> Tensor:

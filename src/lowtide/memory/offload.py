@@ -41,9 +41,9 @@ class _Item(copies.Moved):
         self.let_go()
         self._pool.give(self._buffer)
 
-    def let_go(self, *, again: bool = False) -> None:
+    def let_go(self) -> None:
         self._changed = self._changed or self.written
-        super().let_go(again=again)
+        super().let_go()
 
     def get(self) -> Tensor:
         """Return the tensor as it was saved."""
@@ -67,9 +67,6 @@ class Record:
         self._items: list[_Item] = []
         self._offloader = offloader
         self._before = weakref.ref(before) if before is not None else None
-        self._after: weakref.ref[Record] | None = None
-        if before is not None:
-            before._after = weakref.ref(self)
         self._moves = moves
 
     def put(self, tensor: Tensor) -> Get:
@@ -90,10 +87,7 @@ class Record:
 
         def prefetching() -> Tensor:
             back = get()
-            after = self._after and self._after()
             before = self._before and self._before()
-            if after:  # its backward is over, and retain_graph holds it
-                after.let_go()
             if before:
                 before.back()
             return back

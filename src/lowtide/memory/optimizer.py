@@ -8,10 +8,7 @@ checkpoints, and where a hook does not run the states stay on the GPU for longer
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,13 +26,12 @@ from lowtide.measure.units import budget_bytes
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import copies
 from lowtide.memory import optimizer_blocks as blocks
-from lowtide.memory.optimizer_blocks import Block, Slot
+from lowtide.memory.optimizer_blocks import Block, Slot, flat_bytes
 from lowtide.memory.pinned import HostPool
 from lowtide.memory.policy import check_count
 from lowtide.memory.stack import find_stack
 
 _HANDLE = "_lowtide_offload"
-_GET_STATE = "__getstate__"
 _HOST_HINT = "Offload less of the states (gib), or raise the budget."
 
 
@@ -56,10 +52,11 @@ def offload_optimizer(
     copies take longer than the layers beside them: at 55 GB/s 20 ms per GiB, in each direction.
 
     Supports any optimizer of PyTorch's class whose states are tensors, with ``foreach``, ``fused`` or ``capturable``,
-    several of them, closures (while one runs states stay), gradient scalers that skip steps. States of up to 64 KiB
-    stay on the GPU. ``state_dict()`` waits for copies under way and may be called at any time; it has host tensors for
-    what is on the host. Before you read ``optimizer.state`` itself, call the handle's ``bring_back``. Copies and
-    pickles of the optimizer have all states on the GPU, and no offloading. Calling again replaces what was set before.
+    several of them, closures (while a step runs states stay; after one that raised, until the next one is done),
+    gradient scalers that skip steps. States of up to 64 KiB stay on the GPU. ``state_dict()`` waits for copies under
+    way and may be called at any time; it has host tensors for what is on the host. Before you read or change
+    ``optimizer.state`` itself, or copy or pickle the optimizer, call the handle's ``bring_back``. Calling again
+    replaces what was set before.
 
     Args:
         optimizer: The optimizer.
@@ -78,9 +75,9 @@ def offload_optimizer(
     Raises:
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers in the model, or a number out of range.
-        UnsupportedError: No parameter is on a CUDA device, or one is a DTensor. When there are states, at the end of
-            the first step: the host memory does not suffice, one is of a class of its own, or there are none. At a
-            forward or a step that a CUDA graph captures.
+        UnsupportedError: The parameters are not all on one CUDA device, or one is a DTensor. When there are states, at
+            the end of the first step: the host memory does not suffice, one is of a class of its own, or there are
+            none. At a forward or a step that a CUDA graph captures.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -94,14 +91,14 @@ def offload_optimizer(
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
     check_count("backwards_per_step", backwards_per_step)
     check_flag("late", late)
-    sides = _sides_of(inner)
+    side = _side_of(inner)
     layers = list(find_stack(model).layers.values())
     former: OptimizerOffload | None = vars(inner).get(_HANDLE)
     if former is not None:
         former.remove()
     limit = math.inf if gib is None else budget_bytes("gib", gib, above_0=True, hint="None: all of them.")
     host = None if host_gib is None else budget_bytes("host_gib", host_gib, hint="None: whatever the host has free.")
-    return OptimizerOffload(inner, layers, sides, limit, host, 0 if late else backwards_per_step)
+    return OptimizerOffload(inner, layers, side, limit, host, 0 if late else backwards_per_step)
 
 
 class OptimizerOffload:
@@ -110,7 +107,7 @@ class OptimizerOffload:
     Args:
         optimizer: The optimizer.
         layers: The layers, in the order of forward.
-        sides: What copies the states of parameters on each device.
+        side: What copies the states.
         limit: The most bytes that leave.
         host_limit: The most bytes of host memory, None: what is free.
         backwards: Backward passes per step, in the last of which states come back; 0: after all of them.
@@ -120,21 +117,20 @@ class OptimizerOffload:
         self,
         optimizer: Optimizer,
         layers: Sequence[nn.Module],
-        sides: dict[torch.device, copies.Side],
+        side: copies.Side,
         limit: float,
         host_limit: int | None,
         backwards: int,
     ) -> None:
         self.owner = weakref.ref(optimizer)
-        self.lock = threading.RLock()  # backward's hooks run in its threads, one for each device
-        self._layers, self._limit, self._host_limit, self._backwards = layers, limit, host_limit, backwards
+        self._layers, self._side, self._backwards = layers, side, backwards
+        self._limit, self._host_limit = limit, host_limit
         self._blocks: list[Block] = []
         self._signature: list[Any] = []
         self._count = 0  # of all that the optimizer has as states
-        self._sides = sides
         self._pool: HostPool | None = None
         self._counts: Counter[int] = Counter()  # backward passes since the last step, by parameter
-        self._in_closure = False
+        self._stepping = False  # also while its closure runs
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
         for hooks in (self._hooks, self._gradient_hooks):
@@ -149,8 +145,7 @@ class OptimizerOffload:
             optimizer.register_state_dict_pre_hook(_Hook(self._finish)),
             optimizer.register_load_state_dict_post_hook(_Hook(self._loaded)),
         ]
-        # Copies and pickles have all states on the GPU.
-        vars(optimizer).update({_HANDLE: self, _GET_STATE: _Hook(self._get_state)})
+        vars(optimizer)[_HANDLE] = self
 
     @property
     def offloaded_bytes(self) -> int:
@@ -166,38 +161,26 @@ class OptimizerOffload:
         """Give the optimizer all its states on the GPU, until the next forward."""
         optimizer = self.owner()
         if optimizer is not None:
-            with self.lock:
-                for block in self._blocks:
-                    block.end_back(optimizer.state)
+            for block in self._blocks:
+                block.end_back(optimizer.state)
 
     def remove(self) -> None:
         """Undo `offload_optimizer`: states on the GPU, the host memory freed; twice does no harm."""
-        with self.lock:
-            self.bring_back()
-            self._clear()
-            for hooks in (self._hooks, self._gradient_hooks):
-                _remove(hooks)
-            optimizer = self.owner()
-            if optimizer is not None and vars(optimizer).get(_HANDLE) is self:
-                del vars(optimizer)[_HANDLE], vars(optimizer)[_GET_STATE]
+        self.bring_back()
+        self._blocks, self._signature, self._pool = [], [], None
+        for hooks in (self._hooks, self._gradient_hooks):
+            _remove(hooks)
+        optimizer = self.owner()
+        if optimizer is not None and vars(optimizer).get(_HANDLE) is self:
+            del vars(optimizer)[_HANDLE]
 
     def __str__(self) -> str:
         bytes_, host = in_gib(self.offloaded_bytes), in_gib(self.host_bytes)
         return f"{bytes_:.2f} GiB of optimizer states in {len(self._blocks)} blocks, {host:.2f} GiB of host memory"
 
-    def _clear(self) -> None:
-        """Forget the blocks; their memory goes to the system with the pool."""
-        for block in self._blocks:
-            block.forget()
-        self._blocks, self._signature, self._pool = [], [], None
-
-    def _get_state(self, optimizer: Any) -> Any:
-        self.bring_back()
-        return type(optimizer).__getstate__(optimizer)  # type: ignore[call-arg]
-
     def _forward(self, optimizer: Optimizer, layer: int, *_: Any) -> None:
         """End and begin the copies that are due, when a layer begins or the last one has ended."""
-        if not self._blocks or self._in_closure or torch._C._current_graph_task_id() != -1:  # -1: no backward runs
+        if not self._blocks or self._stepping or torch._C._current_graph_task_id() != -1:  # -1: no backward runs
             return  # a closure's forward, or one that backward repeats
         _refuse_capture()
         layers, lag = len(self._layers), blocks.layers_to_leave(len(self._layers))
@@ -209,13 +192,11 @@ class OptimizerOffload:
             elif block.where == "leaving" and (layer == layers or layer >= block.point + lag):
                 block.end_out(optimizer.state)
             elif block.where == "device" and gone < due:
-                block.begin_out(optimizer.state, layer)
+                block.begin_out(layer)
             gone += block.nbytes
 
     def _accumulated(self, _: Optimizer, param: int, layer: int, layers: int, *__: Any) -> None:
         """Fetch what is due when backward has reached a layer, the ``layer``-th of those that train."""
-        if self._in_closure:
-            return
         self._counts[param] += 1
         if self._counts[param] % self._backwards:
             return
@@ -227,32 +208,14 @@ class OptimizerOffload:
             if block.where == "host":
                 block.begin_back()
 
-    def _before_step(self, _: Optimizer, __: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Bring all states back, and return the step's arguments, with a closure that sets `_in_closure`.
-
-        A flag for the step itself would have to be cleared where the step raises, and no hook runs there.
-        """
+    def _before_step(self, *_: Any) -> None:
         _refuse_capture()
         self.bring_back()
         self._counts.clear()
-        return tuple(map(self._as_closure, args)), {name: self._as_closure(value) for name, value in kwargs.items()}
-
-    def _as_closure(self, value: Any) -> Any:
-        """Return a step's argument; a function as one that leaves the states where they are while it runs."""
-        if not callable(value):
-            return value
-
-        @functools.wraps(value)
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            before, self._in_closure = self._in_closure, True
-            try:
-                return value(*args, **kwargs)
-            finally:
-                self._in_closure = before
-
-        return closure
+        self._stepping = True
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping = False
         self._look(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
@@ -267,20 +230,22 @@ class OptimizerOffload:
     def _loaded(self, optimizer: Optimizer, *_: Any) -> None:
         """Other states were loaded: they are on the GPU, in tensors of their own."""
         for block in self._blocks:
-            block.forget()
+            block.drop()
         self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Lay the states out in blocks, unless they are those of before."""
-        count, own = sum(map(len, optimizer.state.values())), [slot for block in self._blocks for slot in block.slots]
-        if own and count == self._count and all(slot.is_here(optimizer.state) for slot in own):
+        """Have all states in blocks, which are laid out anew where the states are not those of before."""
+        count, own = sum(map(len, optimizer.state.values())), self._blocks
+        if own and count == self._count and all(block.take(optimizer.state) for block in own):
             return  # as after nearly every step
         self._count = count
         slots = self._slots(optimizer)
         signature = [slot.signature for slot in slots]
         if signature != self._signature:
-            self._lay_out(slots)
+            self._lay_out(blocks.in_blocks(slots, self._limit))
             self._signature = signature
+        for block in self._blocks:
+            block.take(optimizer.state)
 
     def _slots(self, optimizer: Optimizer) -> list[Slot]:
         """Return the states that may leave.
@@ -294,7 +259,7 @@ class OptimizerOffload:
             for key, value in optimizer.state.get(param, {}).items():
                 if not isinstance(value, Tensor) or _nbytes(value) <= blocks.MIN_BYTES:
                     continue
-                if value.device != param.device or value.device not in self._sides:
+                if value.device != param.device:
                     continue
                 if type(value) is not Tensor or value.layout != torch.strided:
                     got = f"{key!r} as a {type(value).__name__} ({value.layout})"
@@ -304,23 +269,18 @@ class OptimizerOffload:
                     seen[value.data_ptr()] += 1
         return [slot for slot in found if seen[optimizer.state[slot.param][slot.key].data_ptr()] == 1]
 
-    def _lay_out(self, slots: list[Slot]) -> None:
-        """Put states into blocks, each with host memory of its own.
+    def _lay_out(self, groups: list[list[Slot]]) -> None:
+        """Make blocks of groups of states, each with host memory of its own.
 
         Raises:
             UnsupportedError: There is not enough of it.
         """
-        self._clear()
-        groups = blocks.in_blocks(blocks.chosen(slots, self._limit))
+        self._blocks, self._signature, self._pool = [], [], None
         if not groups:
             return
-        side = self._sides[groups[0][0].device]
-        pool = HostPool(self._host_limit, side.pin, side.unpin, _HOST_HINT)
-        pool.check(sum(map(blocks.flat_bytes, groups)), "the optimizer's states")
-        self._blocks = [
-            Block(group, pool.take(i, blocks.flat_bytes(group)), self._sides[group[0].device])
-            for i, group in enumerate(groups)
-        ]
+        pool = HostPool(self._host_limit, self._side.pin, self._side.unpin, _HOST_HINT)
+        pool.check(sum(map(flat_bytes, groups)), "the optimizer's states")
+        self._blocks = [Block(group, pool.take(i, flat_bytes(group)), self._side) for i, group in enumerate(groups)]
         self._pool = pool
         _remove(self._gradient_hooks)
         if not self._backwards:
@@ -334,7 +294,7 @@ class OptimizerOffload:
 
 
 class _Hook:
-    """Calls a method of an `OptimizerOffload` with its optimizer, under its lock, for as long as both live.
+    """Calls a method of an `OptimizerOffload` with its optimizer, for as long as both live.
 
     Copies and pickles of what a hook is registered on have one that calls nothing.
 
@@ -351,10 +311,7 @@ class _Hook:
     def __call__(self, *called_with: Any) -> Any:
         method: Any = self._method() if self._method is not None else None
         optimizer = None if method is None else method.__self__.owner()
-        if optimizer is None:
-            return None
-        with method.__self__.lock:
-            return method(optimizer, *self._args, *called_with)
+        return None if optimizer is None else method(optimizer, *self._args, *called_with)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
@@ -378,18 +335,14 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # Tensor.nbytes raises for sparse ones
 
 
-def _sides_of(optimizer: Optimizer) -> dict[torch.device, copies.Side]:
-    """Return what copies from each device; raise unless there are parameters to offload the states of."""
+def _side_of(optimizer: Optimizer) -> copies.Side:
+    """Return what copies from the parameters' device; raise unless they are whole, and all on one."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(cls.__name__ == "DTensor" for p in parameters for cls in type(p).__mro__):
         hint = "FSDP2 offloads states by itself: fully_shard(..., offload_policy=CPUOffloadPolicy())."
         raise UnsupportedError(message("optimizer", "parameters that are whole on this GPU", "DTensors", hint))
-    devices, sides = {p.device for p in parameters}, {}
-    for device in devices:
-        with contextlib.suppress(UnsupportedError):  # parameters on the CPU: their states stay there
-            sides[device] = copies.side_for(device)
-    if not sides:
-        hint = "Move the model to the GPU first; on a CPU there is nothing to offload from."
-        got = f"all on {' and '.join(map(str, devices))}" if devices else "no parameter"
-        raise UnsupportedError(message("optimizer", "parameters on a CUDA device", got, hint))
-    return sides
+    devices = {p.device for p in parameters}
+    if len(devices) != 1:
+        got = f"some on {' and '.join(sorted(map(str, devices)))}" if devices else "no parameter"
+        raise UnsupportedError(message("optimizer", "parameters on one CUDA device", got))
+    return copies.side_for(*devices)

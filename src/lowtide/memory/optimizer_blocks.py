@@ -52,55 +52,45 @@ def share_back(done: int, layers: int) -> float:
 
 
 class Slot:
-    """One state of one parameter: where it is in the optimizer, and in its block."""
+    """One state of one parameter: what it is in the optimizer, and its views of the block that has it."""
+
+    host: Tensor
+    here: Tensor | None = None  # on the device, while the block is there
 
     def __init__(self, param: Tensor, key: Any, tensor: Tensor) -> None:
         self.param, self.key = param, key
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.nbytes = -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED  # in its block
-        self.host: Tensor | None = None  # a view of the block's host memory
-        self.here: Tensor | None = None  # a view of the block on the device, while it is there
+        self.nbytes = -(-tensor.nbytes // ALIGNED) * ALIGNED  # in its block
 
     @property
     def signature(self) -> Any:
         """What must not change, or the blocks are laid out anew."""
         return id(self.param), self.key, self.shape, self.stride, self.dtype, self.device
 
-    def current(self, states: States) -> Tensor | None:
-        """Return the optimizer's tensor, None where it has none of that kind (any more)."""
-        entry = states.get(self.param)
-        found = entry.get(self.key) if isinstance(entry, Mapping) else None
-        fits = isinstance(found, Tensor) and found.shape == self.shape and found.dtype == self.dtype
-        return found if fits else None
-
-    def is_here(self, states: States) -> bool:
-        """Return whether the optimizer has the view of the block that it was given."""
-        return self.here is not None and self.current(states) is self.here
+    def current(self, states: States) -> Any:
+        """Return what the optimizer has; None where it has nothing."""
+        return states.get(self.param, {}).get(self.key)
 
 
 class Block:
-    """Some states and their host memory.
+    """Some states of one dtype, and their host memory.
 
-    `where` they are: on the ``"device"``; ``"leaving"``: there, and being copied; on the ``"host"``; ``"coming"``:
-    there, and being copied to the device. The optimizer has the device's tensors in the first two and the host's in the
-    others, so that what it has is whole whenever it is read in the order of the device's work, and on the host after
-    `finish`.
+    `where` they are: on the ``"device"``; ``"leaving"``: there, and being copied; on the ``"host"``, as at first;
+    ``"coming"``: there, and being copied to the device. The optimizer has the device's tensors in the first two and the
+    host's in the others, so that what it has is whole whenever it is read in the order of the device's work, and on the
+    host after `finish`. Tensors that others have put in their place stay until `take`.
     """
 
     def __init__(self, slots: list[Slot], buffer: Buffer, side: Side) -> None:
-        self.slots, self.buffer = slots, buffer
-        self.nbytes = flat_bytes(slots)
-        self.where: Literal["device", "leaving", "host", "coming"] = "device"
+        self.slots, self.nbytes, self.buffer = slots, flat_bytes(slots), buffer
+        self.where: Literal["device", "leaving", "host", "coming"] = "host"
         self.point = 0  # the layer at which it began to leave
-        self._side = side
         self._flat = Moved(buffer.memory[: self.nbytes].view(slots[0].dtype), slots[0].device, side)
-        self._under_way: list[Moved] = []  # or done: the last copies, of the whole block or of its states one by one
-        self._found: list[tuple[Slot, Tensor]] = []
         for slot, view in zip(slots, self._views(self._flat.host), strict=True):
             slot.host = view
 
     def __del__(self) -> None:
-        self.forget()
+        self._flat.let_go()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         views, start = [], flat.storage_offset()
@@ -109,70 +99,56 @@ class Block:
             start += slot.nbytes // flat.element_size()
         return views
 
-    def begin_out(self, states: States, point: int) -> None:
+    def take(self, states: States) -> bool:
+        """Copy tensors that are not the block's into it, and give the optimizer the block's; False where one lacks."""
+        for slot in self.slots:
+            own, found = slot.host if slot.here is None else slot.here, slot.current(states)
+            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (own.shape, own.dtype):
+                return False
+            if found is not own:
+                own.copy_(found)
+                states[slot.param][slot.key] = own
+        return True
+
+    def begin_out(self, point: int) -> None:
         """Begin to copy to the host."""
-        found = [(slot, tensor) for slot in self.slots if (tensor := slot.current(states)) is not None]
-        self._found = [(slot, tensor) for slot, tensor in found if tensor is not slot.host]
-        if self._flat.tensor is not None and all(slot.is_here(states) for slot in self.slots):
-            self._under_way = [self._flat]
-            self._flat.out(self._flat.tensor)
-        else:  # made by the optimizer, or by load_state_dict
-            self._under_way = []
-            for slot, tensor in self._found:
-                if slot.host is not None:
-                    self._under_way.append(Moved(slot.host, slot.device, self._side))
-                    self._under_way[-1].out(tensor)
+        assert self._flat.tensor is not None
+        self._flat.out(self._flat.tensor)
         self.where, self.point = "leaving", point
 
     def end_out(self, states: States) -> None:
         """Give the optimizer the host's tensors, and the device's memory free in the order of the device's work."""
-        for moved in self._under_way:
-            moved.let_go(again=True)
-        for slot, tensor in self._found:
-            if slot.current(states) is tensor:
+        for slot in self.slots:
+            if slot.here is not None and slot.current(states) is slot.here:
                 states[slot.param][slot.key] = slot.host
-        self._gone("host")
+        self.drop()
 
     def begin_back(self) -> None:
         """Begin to copy to the device."""
         self._flat.back()
-        self._under_way, self.where = [self._flat], "coming"
+        self.where = "coming"
 
     def end_back(self, states: States) -> None:
         """Give the optimizer the device's tensors, wherever they are."""
-        if self.where in ("device", "leaving"):
-            here = self._side.stream()
-            for moved in self._under_way:
-                moved.wait(here)  # the optimizer is about to write to what is being copied
-            self._under_way, self._found, self.where = [], [], "device"
-            return
-        for slot, view in zip(self.slots, self._views(self._flat.get()), strict=True):
-            if slot.current(states) is slot.host:
+        flat = self._flat.get()  # waits for what is being copied, to which the optimizer is about to write
+        if self.where in ("host", "coming"):
+            for slot, view in zip(self.slots, self._views(flat), strict=True):
                 slot.here = view
-                states[slot.param][slot.key] = view
-        self._under_way, self.where = [], "device"
+                if slot.current(states) is slot.host:
+                    states[slot.param][slot.key] = view
+        self.where = "device"
 
     def drop(self) -> None:
-        """Leave a copy to the device unused: no step came, and the host's is as good."""
+        """Leave the device: what is on the host is as good."""
+        for slot in self.slots:
+            slot.here = None
         self._flat.let_go()
-        self._gone("host")
-
-    def forget(self) -> None:
-        """Leave the optimizer with what it has now, and no copy under way that the memory would have to wait for."""
-        for moved in self._under_way:
-            moved.let_go()
-        self._gone("device")
+        self.where = "host"
 
     def finish(self) -> None:
         """Let the caller wait until what is on the host is whole."""
-        if self.where in ("host", "coming"):  # the way back begins behind the way out
-            for moved in self._under_way:
-                moved.finish()
-
-    def _gone(self, where: Literal["device", "host"]) -> None:
-        self._flat.tensor, self._found, self.where = None, [], where
-        for slot in self.slots:
-            slot.here = None
+        if self.where != "device":
+            self._flat.finish()
 
 
 def flat_bytes(slots: list[Slot]) -> int:
@@ -180,25 +156,22 @@ def flat_bytes(slots: list[Slot]) -> int:
     return sum(slot.nbytes for slot in slots)
 
 
-def chosen(slots: list[Slot], limit: float) -> list[Slot]:
-    """Return states of at most ``limit`` bytes, the largest first: copies that come last are short."""
-    found: list[Slot] = []
-    for slot in sorted(slots, key=lambda slot: -slot.nbytes):
-        if slot.nbytes <= limit:
-            found.append(slot)
-            limit -= slot.nbytes
-    return found
+def in_blocks(slots: list[Slot], limit: float) -> list[list[Slot]]:
+    """Return states of at most ``limit`` bytes in groups for a block each.
 
-
-def in_blocks(slots: list[Slot]) -> list[list[Slot]]:
-    """Return states in groups for a block each, of one device and dtype, of `BLOCK_BYTES` or of one larger state."""
+    A group is of one dtype, and has `BLOCK_BYTES` or one larger state. The largest states and groups come
+    first: copies that come last are short.
+    """
     groups: list[list[Slot]] = []
-    filled: dict[Any, tuple[list[Slot], int]] = {}  # the last group by device and dtype, with its bytes
-    for slot in slots:
-        group, size = filled.get((slot.device, slot.dtype), ([], 0))
-        if not group or size + slot.nbytes > BLOCK_BYTES:
+    filled: dict[Any, tuple[list[Slot], int]] = {}  # the last group of a dtype, with its bytes
+    for slot in sorted(slots, key=lambda slot: -slot.nbytes):
+        if slot.nbytes > limit:
+            continue
+        limit -= slot.nbytes
+        group, size = filled.get(slot.dtype, ([], BLOCK_BYTES))
+        if size + slot.nbytes > BLOCK_BYTES:
             group, size = [], 0
             groups.append(group)
         group.append(slot)
-        filled[slot.device, slot.dtype] = group, size + slot.nbytes
+        filled[slot.dtype] = group, size + slot.nbytes
     return sorted(groups, key=flat_bytes, reverse=True)

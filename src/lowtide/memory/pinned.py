@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 
 from torch import Tensor
@@ -56,9 +55,7 @@ class HostPool:
         self.nbytes = 0
         self._limit_bytes, self._pin, self._unpin, self._hint = limit_bytes, pin, unpin, hint
         self._free: dict[int, list[Buffer]] = defaultdict(list)
-        self._returned: deque[Buffer] = deque()
         self._closed = False
-        self._lock = threading.RLock()  # a graph may die, and return a buffer, while this thread is inside
 
     def check(self, needed: int, what: str) -> None:
         """Raise unless the pool may hold ``needed`` bytes in all.
@@ -66,22 +63,17 @@ class HostPool:
         Raises:
             UnsupportedError: It may not: the bytes, the budget and what to do.
         """
-        limit, sharers = self._limit()
-        if needed <= limit:
-            return
-        whose = "host_gib" if limit == self._limit_bytes else "what the host has free, less 1 GiB"
-        whose += f", for each of {sharers} processes" if sharers > 1 else ""
-        got = f"{gib_text(limit)} GiB ({whose}), {gib_text(needed - limit)} GiB too little"
-        expected = f"{gib_text(needed)} GiB of host memory for {what}"
-        raise UnsupportedError(message("host_gib", expected, got, self._hint))
-
-    def _limit(self) -> tuple[float, int]:
-        """Return the most that the pool may hold, and how many processes share what the host has free."""
-        free = available_bytes()
+        free, limit = available_bytes(), math.inf if self._limit_bytes is None else self._limit_bytes
         # Without a limit, the processes that a launcher started on this machine share what is free.
         sharers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1) if self._limit_bytes is None else 1
-        host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None
-        return min((limit for limit in (self._limit_bytes, host) if limit is not None), default=math.inf), sharers
+        if free:
+            limit = min(limit, max(self.nbytes + (free - _LEFT_FREE) // sharers, 0))
+        if needed > limit:
+            whose = "host_gib" if limit == self._limit_bytes else "what the host has free, less 1 GiB"
+            whose += f", for each of {sharers} processes" if sharers > 1 else ""
+            got = f"{gib_text(limit)} GiB ({whose}), {gib_text(needed - limit)} GiB too little"
+            expected = f"{gib_text(needed)} GiB of host memory for {what}"
+            raise UnsupportedError(message("host_gib", expected, got, self._hint))
 
     def take(self, slot: int, nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``, a free one where one is large enough.
@@ -89,36 +81,28 @@ class HostPool:
         Raises:
             UnsupportedError: A new one does not fit beside those in use.
         """
-        with self._lock:
-            self._collect()
-            free = self._free[slot]
-            fitting = [buffer for buffer in free if buffer.nbytes >= nbytes]
-            if fitting:
-                best = min(fitting, key=lambda buffer: buffer.nbytes)
-                free.remove(best)
-                return best
-            if free:  # too small for the batches that come now
-                self.nbytes -= free.pop().nbytes
-            self.check(self.nbytes + nbytes, "what the graphs that are alive save (more than one forward?)")
-            buffer = Buffer(slot, self._pin(nbytes), self._unpin)
-            self.nbytes += buffer.nbytes
-            return buffer
+        free = self._free[slot]
+        fitting = [buffer for buffer in free if buffer.nbytes >= nbytes]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.nbytes)
+            free.remove(best)
+            return best
+        if free:  # too small for the batches that come now
+            self.nbytes -= free.pop().nbytes
+        self.check(self.nbytes + nbytes, "what the graphs that are alive save (more than one forward?)")
+        buffer = Buffer(slot, self._pin(nbytes), self._unpin)
+        self.nbytes += buffer.nbytes
+        return buffer
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back. Graphs die in any thread at any time: this only notes it, unless the pool is closed."""
-        self._returned.append(buffer)
+        """Take a buffer back, or leave it to the system: graphs die in any thread at any time, also inside `take`."""
         if self._closed:
-            self.close()
+            self.nbytes -= buffer.nbytes
+        else:
+            self._free[buffer.slot].append(buffer)
 
     def close(self) -> None:
         """Return what is not in use to the system, and from now on whatever comes back."""
         self._closed = True
-        with self._lock:
-            self._collect()
-            self.nbytes -= sum(buffer.nbytes for free in self._free.values() for buffer in free)
-            self._free.clear()
-
-    def _collect(self) -> None:
-        while self._returned:
-            buffer = self._returned.popleft()
-            self._free[buffer.slot].append(buffer)
+        self.nbytes -= sum(buffer.nbytes for free in self._free.values() for buffer in free)
+        self._free.clear()

@@ -14,11 +14,6 @@ Get = Callable[[], Tensor]  # returns a saved tensor
 Store = Callable[[Tensor], Get]  # saves one
 
 
-def version(tensor: Tensor) -> int:
-    """Return how often a tensor, or a view that shares its counter, was written to in place."""
-    return tensor._version
-
-
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield the tensors of a layer's arguments or outputs: in tuples, lists and dictionaries."""
     if isinstance(values, Tensor):
@@ -36,10 +31,10 @@ def hidden_states_of(outputs: Any) -> Tensor | None:
 def stay(tensor: Tensor) -> Get:
     """Save a tensor where it is; the returned function returns it, and raises if it was written to since."""
     saved = detached(tensor)
-    before = version(saved)
+    before = saved._version
 
     def get() -> Tensor:
-        if version(saved) != before:
+        if saved._version != before:
             raise changed_in_place()
         return saved.detach()  # an alias each time: what autograd attaches to it must not be attached to what is saved
 
