@@ -251,6 +251,8 @@ def test_bf16_is_right_on_a_cpu_with_its_instructions_and_on_one_without(cpu_mul
     torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad(value, (x, w, b)), torch.autograd.grad(exact, list(true.values()))
     assert_near(*grads, 1e-2)
+    a, c = torch.randn(64, 64), torch.randn(64, 64)
+    assert relative_error(a @ c, a.double() @ c.double()) < 1e-6, "others' float32 GEMMs are float32's"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

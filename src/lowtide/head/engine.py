@@ -4,6 +4,7 @@ N tokens, n rows computed, C rows of a chunk, D hidden size, V vocabulary, V_r c
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -123,8 +124,9 @@ class Chunks:
             z_V.copy_(bias_V)
         if self.plan.logits_gemm == "blocks":
             wide_x = x_CD.to(head.wide)
-            for part, w in self._blocks():
-                matmul_into(wide_x, w.T, z_V[:, part], add=biased)
+            with multiplied_as_bf16() if self.plan.backward_gemm == "narrow" else nullcontext():
+                for part, w in self._blocks():
+                    matmul_into(wide_x, w.T, z_V[:, part], add=biased)
         else:
             matmul_into(x_CD, self.weight_VD.T, z_V, add=biased)
         if scale is not None:
@@ -297,6 +299,18 @@ def clear_beside(g_CV: Tensor) -> None:
     (rows, V), length = g_CV.shape, g_CV.stride(0)
     stop = min(-(-V // 32) * 32, length)
     g_CV.as_strided((rows, max(0, stop - V)), (length, 1), g_CV.storage_offset() + V).zero_()
+
+
+@contextmanager
+def multiplied_as_bf16() -> Iterator[None]:
+    """Have a CPU's float32 GEMMs round their operands to bfloat16, which these are already; the result is float32."""
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
