@@ -274,10 +274,8 @@ MUTANTS: dict[str, list[Mutant]] = {
             "losses/preference.py", "    logprob = logprob.clamp(max=nearly_one)\n",
             "    logprob = logprob.clamp(max=0)\n", "losses/test_pairs.py -k orpo",
         ),
-        Mutant(
-            "losses/supervised.py", "used = keep[..., None] & (target_prob != 0)",
-            "used = keep[..., None].expand(target_prob.shape)", "losses/test_parts.py -k soft",
-        ),
+        Mutant("losses/supervised.py", "scale = check_positive(\"temperature\", temperature) ** 2",
+               "scale = check_positive(\"temperature\", temperature)", "losses/test_tokens.py -k values"),
         Mutant(
             "losses/multi_token.py",
             "same_document = pad(runs[..., k:], end, value=-1) == runs",

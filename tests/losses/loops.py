@@ -1,4 +1,4 @@
-"""The losses' specification for the tests: float64 and plain loops over sequences and tokens, nothing of lowtide."""
+"""What tests of losses share: random batches in float64, and reductions and estimates in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -80,6 +80,23 @@ def each(of: Batch, f: Callable[[int, int], float]) -> Tensor:
         for t in ts:
             out[i, t] = f(i, t)
     return out
+
+
+def reduced(values: Tensor, mask: Tensor, reduction: str, num_items: Any = None) -> Tensor:
+    """Return what `lowtide.losses.reduce_tokens` does."""
+    values = values.where(mask, 0)
+    if reduction in ("none", "sum"):
+        return values if reduction == "none" else values.sum()
+    if reduction == "token":
+        return values.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
+    if reduction == "sequence":
+        values = values / mask.sum(-1, keepdim=True).clamp(min=1)
+    return values.sum() / (len(values) if num_items is None else num_items)
+
+
+def k_estimate(logprob: Tensor, ref: Tensor, kind: str) -> Tensor:
+    d = ref.detach() - logprob
+    return {"k1": -d, "k2": d**2 / 2, "k3": torch.expm1(d) - d}[kind]
 
 
 class NoHostSync(TorchDispatchMode):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from lowtide.errors import ArgumentValueError
 from lowtide.train.arguments import parse
-from lowtide.train.comparison import Comparison, Turns, _interleaved, compare
+from lowtide.train.comparison import CompareError, Comparison, Turns, _interleaved, compare
 from lowtide.train.meter import RunResult
 from promises import promise
 from train.conftest import Files
@@ -50,28 +51,6 @@ def test_the_ratio_is_the_median_over_pairs_of_blocks_without_warm_up() -> None:
     stock = result([1.0] * 8, [99, 99, 1, 1, 2, 2, 1, 1])
     patched = result([1.0] * 8, [1, 1, 2, 2, 1, 1, 3, 3])
     assert Comparison(stock=stock, patched=patched, block=2).step_ratio == 2.0
-
-
-def test_turns_alternate_by_blocks_until_one_has_ended() -> None:
-    """Two threads in place of two processes."""
-    order, turns, ended = list[str](), (threading.Semaphore(1), threading.Semaphore(0)), threading.Event()
-    args = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-
-    def side(index: int, steps: int) -> None:
-        own = Turns(turns[index], turns[1 - index], ended, 2)
-        for step in range(steps):
-            own.on_step_begin(args, SimpleNamespace(global_step=step), None)
-            order.append("ab"[index])
-        ended.set()
-        turns[1 - index].release()
-
-    threads = [threading.Thread(target=side, args=given) for given in ((0, 4), (1, 7))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert "".join(order)[:8] == "aabbaabb"
-    assert sorted(order) == ["a"] * 4 + ["b"] * 7
 
 
 @pytest.fixture
@@ -121,22 +100,50 @@ def test_what_one_side_cannot_take_is_refused(more: str, files: Files) -> None:
         shown(files, more)
 
 
-def fails_beside(answer: Any, words: list[str], _turns: Turns, patched: bool) -> None:
-    """A side that fails while the other, the first one, has long to train."""
-    if patched:
-        answer.send(ArgumentValueError("of one side"))
-    else:
+def takes_turns(pipe: Any, words: list[str], block: int, patched: bool) -> None:
+    """A side that writes down its steps, of which the second one has more."""
+    turns, args = Turns(pipe, block), SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    for step in range(7 if patched else 4):
+        turns.on_step_begin(args, SimpleNamespace(global_step=step, max_steps=7, log_history=[{"loss": 2.0}]), None)
+        with Path(words[0]).open("a") as file:
+            file.write("ab"[patched])
+    pipe.send(RunResult(peak_bytes=patched))
+
+
+def ends_beside(pipe: Any, words: list[str], _block: int, patched: bool) -> None:
+    """A side that fails, or is killed, while the other, the first one, has long to train."""
+    if not patched:
         time.sleep(300)
         Path(words[0]).touch()
+    elif words[1:] == ["killed"]:
+        os._exit(9)
+    pipe.send(ArgumentValueError("of one side"))
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[RunResult]]:
+    """Run two sides of some code in forks, which import nothing anew."""
+
+    def run(side: Callable[..., None], *words: str) -> list[RunResult]:
+        monkeypatch.setattr("lowtide.train.comparison.get_context", lambda _: multiprocessing.get_context("fork"))
+        monkeypatch.setattr("lowtide.train.comparison._train_side", side)
+        return _interleaved([*words], 2)
+
+    return run
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_the_first_error_of_either_side_is_shown_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forks, which import nothing anew."""
-    monkeypatch.setattr("lowtide.train.comparison.get_context", lambda _: multiprocessing.get_context("fork"))
-    monkeypatch.setattr("lowtide.train.comparison._train_side", fails_beside)
+def test_turns_alternate_by_blocks_until_one_has_ended(forked: Callable[..., Any], tmp_path: Path) -> None:
+    assert [side.peak_bytes for side in forked(takes_turns, str(tmp_path / "order"))] == [False, True]
+    assert (tmp_path / "order").read_text() == "aabbaabbbbb"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_first_error_of_either_side_is_shown_at_once(forked: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(ArgumentValueError, match="of one side"):
-        _interleaved([str(tmp_path / "trained")], 5)
+        forked(ends_beside, str(tmp_path / "trained"))
+    with pytest.raises(CompareError, match="was killed"):
+        forked(ends_beside, str(tmp_path / "trained"), "killed")
     assert not (tmp_path / "trained").exists()
 
 

@@ -39,7 +39,7 @@ def multi_token_loss(
     weights: Sequence[float] | None = None,
     first: int = 1,
     documents: Tensor | None = None,
-    num_items: float | Tensor | Sequence[float | Tensor] | None = None,
+    num_items: float | Tensor | None = None,
     linear_bias: Tensor | Sequence[Tensor | None] | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -68,7 +68,7 @@ def multi_token_loss(
         first: How far ahead the first head predicts, as in `future_labels`: 2 without the model's own head.
         documents: Packed sequences, as in `future_labels`.
         num_items: What each head's sum is divided by, instead of its number of valid labels: a number above 0 or a 0-d
-            tensor for all heads, K of them, or a tensor [K]; tensors are not inspected. For gradient accumulation.
+            tensor for all heads, or a tensor [K]; tensors are not inspected. For gradient accumulation.
         linear_bias: [V], or K of them or None.
         ignore_index: Labels of this value are not scored.
         label_smoothing: This and the following as in `lowtide.linear_cross_entropy`.
@@ -106,8 +106,8 @@ def multi_token_loss(
     if num_items is None:
         counts = [(y != ignore_index).sum(dtype=wide).clamp(min=1) for y in targets]
     else:
-        several = isinstance(num_items, Sequence) or (isinstance(num_items, Tensor) and num_items.dim() == 1)
-        numbers = _per_head("num_items", list(num_items) if several else [num_items] * K, K)  # type: ignore[arg-type]
+        several = isinstance(num_items, Tensor) and num_items.dim() == 1
+        numbers = _per_head("num_items", list(num_items), K) if several else [num_items] * K  # type: ignore[arg-type]
         scalars = [positive_scalar("num_items", n, torch.float64) for n in numbers]
         counts = [detached(scalar_on(heads[0].device, n, wide)) for n in scalars]
 
@@ -180,7 +180,7 @@ def future_labels(
     if documents is None:
         documents = torch.zeros_like(labels)
     else:
-        _check_integers("documents", check_place("documents", check_tensor("documents", documents), "labels", labels))
+        check_place("documents", _check_integers("documents", documents), "labels", labels)
     changes = documents[..., 1:] != documents[..., :-1]
     runs = pad(changes.cumsum(-1), (labels.shape[-1] - changes.shape[-1], 0))  # a document's number may return
     out = []
@@ -191,17 +191,13 @@ def future_labels(
     return torch.stack(out)
 
 
-def _checked_inputs(inputs: object, labels: Tensor) -> list[Tensor]:
+def _checked_inputs(inputs: Any, labels: Tensor) -> list[Tensor]:
     """Return the hidden states of each head, whose leading axes are those of ``labels`` [..., T]."""
-    if not isinstance(inputs, Tensor) and not (isinstance(inputs, Sequence) and len(inputs)):
-        expected = "a tensor [K, ..., T, D], or a sequence of K tensors [..., T, D]"
-        got = "an empty one" if isinstance(inputs, Sequence) else type(inputs).__name__
-        raise ArgumentTypeError(message("inputs", expected, got))
-    if isinstance(inputs, Tensor) and (inputs.dim() < 3 or not len(inputs)):
-        expected = "shape [K, ..., T, D] with K above 0"
-        raise ArgumentValueError(
-            message("inputs", expected, f"shape {list(inputs.shape)}", "Of one head: inputs[None].")
-        )
+    is_tensor = isinstance(inputs, Tensor)
+    if not (inputs.dim() > 2 and len(inputs) if is_tensor else isinstance(inputs, Sequence) and inputs):
+        got = f"shape {list(inputs.shape)}" if is_tensor else f"{inputs!r}"
+        expected = "a tensor [K, ..., T, D], or a sequence of K tensors [..., T, D], with K above 0"
+        raise ArgumentTypeError(message("inputs", expected, got, "Of one head: inputs[None]."))
     heads = list(inputs)
     for k, x in enumerate(heads):
         name, (*leading, T) = f"inputs[{k}]", labels.shape

@@ -6,7 +6,7 @@ from typing import Literal, TypedDict, get_args
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_name, check_number, check_tensor, positive_scalar
+from lowtide.arguments import check_device, check_name, check_number, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import Reduction
 
@@ -176,8 +176,7 @@ def check_place(name: str, value: Tensor, like_name: str, like: Tensor) -> Tenso
     if value.shape != like.shape:
         expected = f"shape {list(like.shape)}, as {like_name} has"
         raise ArgumentValueError(message(name, expected, f"shape {list(value.shape)}"))
-    if value.device != like.device:
-        raise ArgumentValueError(message(name, f"a tensor on {like.device}, as {like_name} is", f"{value.device}"))
+    check_device(name, value, like, like_name)
     return value
 
 

@@ -74,12 +74,10 @@ class RunArguments:
     json: str | None = _option(None, "with --compare: write the figures here", metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name, alone, needs in (
-            ("--json", self.json is not None and not self.compare, "--compare"),
-            ("--no-patch", not self.patch and self.memory_budget, "no --memory-budget"),
-        ):
-            if alone:
-                raise ArgumentValueError(message(name, f"{needs} beside it", "the opposite"))
+        if self.json is not None and not self.compare:
+            raise ArgumentValueError(message("--json", "--compare beside it", "none"))
+        if self.memory_budget and not self.patch:
+            raise ArgumentValueError(message("--no-patch", "no --memory-budget beside it", self.memory_budget))
 
 
 @dataclass

@@ -7,11 +7,10 @@ import logging
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ from lowtide.measure.units import mib
 from lowtide.train.arguments import Arguments, parse
 from lowtide.train.meter import WARM_STEPS, RunResult
 from lowtide.train.ranks import launched_ranks, quiet
+from lowtide.train.run import say, train
 
 _BLOCKS = 50  # of a run: enough for a median, and long enough that a turn costs nothing
 _SHORTEST = 5  # steps of one
 _SAID_BLOCKS = 5  # between two lines about the progress
-_PATIENCE = 2.0  # seconds between two looks whether anybody still waits for the figures
 _EARLY_STEPS = 20
 _STEP, _RATE = "step, ms (median)", "tokens/s"
 # Up to which a difference of losses is rounding: in the first steps, and later, as training feeds each step's rounding
@@ -41,7 +40,7 @@ _FLOAT32, _NARROW = (2e-5, 2e-3), (2e-2, 1e-1)
 
 
 class CompareError(LowtideError, RuntimeError):
-    """The process of one of the two runs, or the one that compares them, was killed."""
+    """The process of one of the two runs was killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +116,8 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        ratios = {_STEP: self.step_ratio, _RATE: 1 / self.step_ratio}
-        patched, rows = (
-            self.figures(self.patched),
-            [["same model, seed and data", "stock", "lowtide", "lowtide / stock"]],
-        )
+        patched, ratios = self.figures(self.patched), {_STEP: self.step_ratio, _RATE: 1 / self.step_ratio}
+        rows = [["same model, seed and data", "stock", "lowtide", "lowtide / stock"]]
         for name, value in self.figures(self.stock).items():
             other, form = patched[name], ".4f" if "loss" in name else ",.0f"
             if "peak" in name and value and other:
@@ -161,16 +157,11 @@ def compare(found: Arguments) -> Comparison:
     quiet(bars=False)  # of the two processes as well
     block = max(_SHORTEST, max(found.training.max_steps, 0) // _BLOCKS)
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:
-        shared = {
-            "output_dir": folder,
-            "save_strategy": "no",
-            "logging_strategy": "steps",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-        }
+        words = [*found.words, f"--output_dir={folder}", "--save_strategy=no", "--disable_tqdm=true"]
+        words += ["--logging_strategy=steps", "--logging_steps=1"]
         if found.fine_tunes:
-            shared["lora_dropout"] = 0.0  # fused MLPs draw other random numbers than stock ones
-        stock, patched = _interleaved([*found.words, *(f"--{name}={value}" for name, value in shared.items())], block)
+            words.append("--lora_dropout=0")  # fused MLPs draw other random numbers than stock ones
+        stock, patched = _interleaved(words, block)
     narrow = found.gemm_dtype != "float32"
     comparison = Comparison(stock=stock, patched=patched, block=block, bounds=_NARROW if narrow else _FLOAT32)
     if found.run.json is not None:
@@ -180,69 +171,57 @@ def compare(found: Arguments) -> Comparison:
 
 
 def _interleaved(words: list[str], block: int) -> list[RunResult]:
-    """Run the stock and the patched model at the same time, block by block; the first error of either ends both."""
-    context = get_context("spawn")
-    semaphores, ended = (context.Semaphore(1), context.Semaphore(0)), context.Event()  # the stock model begins
-    sides, answers, results = [], list[Any](), dict[Any, RunResult]()
-    ready: Any
-    for index in (0, 1):
-        turns = Turns(semaphores[index], semaphores[1 - index], ended, block, says=index == 1)
-        answer, writer = context.Pipe(duplex=False)
-        sides.append(context.Process(target=_train_side, args=(writer, words, turns, index == 1)))
-        sides[index].start()
-        writer.close()  # here: so that the end of the process is that of the pipe
-        answers.append(answer)
+    """Run the stock and the patched model by turns, block by block; the first error of either ends both."""
+    context, sides, pipes, results = get_context("spawn"), [], list[Any](), dict[Any, RunResult]()
+    for patched in (False, True):
+        ours, theirs = context.Pipe()
+        sides.append(context.Process(target=_train_side, args=(theirs, words, block, patched)))
+        sides[-1].start()
+        theirs.close()  # here: so that the end of the process is that of the pipe
+        pipes.append(ours)
+    next_of, blocks = {pipes[0]: pipes[1], pipes[1]: pipes[0]}, 0
     try:
+        pipes[0].send("your turn")  # the stock model begins
         while len(results) < len(sides):
-            for ready in wait([answer for answer in answers if answer not in results]):
-                outcome = ready.recv()
+            for pipe in wait([each for each in pipes if each not in results]):
+                outcome = pipe.recv()
                 if isinstance(outcome, BaseException):
                     raise outcome
-                results[ready] = outcome
-    except EOFError as error:
+                if isinstance(outcome, RunResult):
+                    results[pipe] = outcome
+                elif pipe is pipes[1] and (blocks := blocks + 1) % _SAID_BLOCKS == 0:
+                    say(outcome)
+                turn = pipe if next_of[pipe] in results else next_of[pipe]
+                if turn not in results:
+                    turn.send("your turn")
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
         raise CompareError("the process of one of the runs was killed; is there memory for both?") from error
     finally:
         for side in sides:
             side.terminate()
             side.join()
-    return [results[answer] for answer in answers]
+    return [results[pipe] for pipe in pipes]
 
 
-def _train_side(answer: Any, words: list[str], turns: Turns, patched: bool) -> None:
+def _train_side(pipe: Any, words: list[str], block: int, patched: bool) -> None:
     """Train as one of the two sides, and send what was measured, or the error."""
-    from lowtide.train.run import train
-
     logging.disable(logging.WARNING)
     quiet(bars=False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
     try:
         found = parse(words if patched else [*words, "--patch=false"])
-        answer.send(train(found, saves=False, callbacks=[turns]))
-        turns.end()
+        pipe.send(train(found, saves=False, callbacks=[Turns(pipe, block)]))
     except Exception as error:
         if not isinstance(error, LowtideError):
             error.add_note(traceback.format_exc())  # which is not sent
-        answer.send(error)
+        pipe.send(error)
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
-    """Lets one of two processes train for a ``block`` of steps while the other waits, until one has ``ended``.
+    """Waits for this process's turn before each ``block`` of steps, and tells through ``pipe`` when one is done."""
 
-    Args:
-        own: the semaphore that this process waits for.
-        other: the one that the other process waits for.
-        ended: an event: no more turns are taken.
-        block: steps.
-        says: whether to print a line now and then.
-    """
-
-    def __init__(self, own: Any, other: Any, ended: Any, block: int, *, says: bool = False) -> None:
-        self._own, self._other, self._ended, self._block, self._says = own, other, ended, block, says
-
-    def end(self) -> None:
-        """Let the other side go on by itself."""
-        self._ended.set()  # before the other one, which may wait, is released for good
-        self._other.release()
+    def __init__(self, pipe: Any, block: int) -> None:
+        self._pipe, self._block = pipe, block
 
     def on_step_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Hand over the turn after a block, and wait for the next."""
@@ -252,11 +231,9 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         if step:
             if args.device.type == "cuda":
                 torch.cuda.empty_cache()  # the other one needs the memory
-            self._other.release()
-            if self._says and step % (_SAID_BLOCKS * self._block) == 0:
-                losses = [entry["loss"] for entry in state.log_history if "loss" in entry]  # evaluations are there too
-                sys.stdout.write(f"step {step}/{state.max_steps}, loss {losses[-1]:.3f}\n")
-                sys.stdout.flush()
-        while not self._ended.is_set() and not self._own.acquire(timeout=_PATIENCE):
-            if (parent := parent_process()) is not None and not parent.is_alive():
-                raise CompareError("the process that compares was killed")
+            losses = [entry["loss"] for entry in state.log_history if "loss" in entry]  # evaluations are there too
+            self._pipe.send(f"step {step}/{state.max_steps}, loss {losses[-1]:.3f}")
+        try:
+            self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise SystemExit(1) from None  # nobody waits for the figures any more

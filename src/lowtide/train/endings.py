@@ -84,11 +84,7 @@ class SaveAndStop(TrainerCallback):  # type: ignore[misc]
             control.should_save, control.should_evaluate = self._saves, False
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Restore the handlers."""
-        self.close()
-
-    def close(self) -> None:
-        """Restore the handlers; also after an error."""
+        """Restore the handlers; also to be called after an error."""
         while self._before:
             signal.signal(*self._before.popitem())
 
@@ -114,10 +110,9 @@ class FiniteLoss(TrainerCallback):  # type: ignore[misc]
             return
         # a scaler of float16 leaves out the steps with gradients that overflow
         norm = 0.0 if args.fp16 else float(logs.get("grad_norm", 0.0))
-        name, value = ("gradient norm", norm) if math.isfinite(logs["loss"]) else ("training loss", float(logs["loss"]))
-        if math.isfinite(value):
-            return
-        got = f"{value} by step {state.global_step}"
-        hint = "Start again with a lower one, or in float32 (--bf16 false). "
-        hint += "A resume repeats the same step from the last checkpoint."
-        raise ArgumentValueError(message("--learning_rate", f"a {name} that stays finite", got, hint))
+        for name, value in (("training loss", float(logs["loss"])), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                got = f"{value} by step {state.global_step}"
+                hint = "Start again with a lower one, or in float32 (--bf16 false). "
+                hint += "A resume repeats the same step from the last checkpoint."
+                raise ArgumentValueError(message("--learning_rate", f"a {name} that stays finite", got, hint))

@@ -92,7 +92,7 @@ def _run(
                 trainer.remove_callback(PrinterCallback)
             for line in (*_start(found, trainer), *lines, *([f"resume   from {checkpoint}"] if checkpoint else [])):
                 show(line)
-            stack.callback(stop.close)
+            stack.callback(stop.on_train_end)
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             if stop.stopped:
                 name = "SIGTERM" if stop.stopped == 15 else "Ctrl-C"

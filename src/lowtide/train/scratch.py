@@ -137,7 +137,7 @@ def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, 
 
 
 def random_model(found: Arguments, config: Any, tokenizer: Any) -> Any:
-    """Return the causal language model of a config with random weights, which the seed determines in each dtype.
+    """Return the causal language model of a config with random weights, which the seed determines.
 
     Raises:
         ArgumentValueError: the config describes no causal language model, or one of fewer positions.
@@ -153,13 +153,9 @@ def random_model(found: Arguments, config: Any, tokenizer: Any) -> Any:
     attention = {"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}
     set_seed(args.seed)
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model_args.dtype), **attention)
     except (ValueError, TypeError, ImportError, AttributeError, KeyError) as error:
         got = f"{model_args.model_name_or_path} ({' '.join(str(error).split())[:300]})"
         raise ArgumentValueError(message("--model_name_or_path", "a causal language model", got)) from error
-    dtype = getattr(torch, model_args.dtype)
-    for parameter in model.parameters():  # buffers stay as they are
-        parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
     model.config.pad_token_id = pad
     return model
