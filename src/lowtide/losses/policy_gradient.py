@@ -177,8 +177,8 @@ def gspo_loss(
         expected = f"one per sequence, {list(logprob.shape[:-1])}"
         raise ArgumentValueError(message("advantage", expected, f"{list(advantage.shape)}"))
     terms.setdefault("reduction", "sequence")
-    clips: ClippedTerms = {"clip_low": clip_low, "clip_high": clip_high, **terms}
-    return ppo_loss(logprob, old_logprob, advantage, mask, level="geometric", **clips)
+    tensors = logprob, old_logprob, advantage, mask
+    return ppo_loss(*tensors, level="geometric", clip_low=clip_low, clip_high=clip_high, **terms)
 
 
 def cispo_loss(

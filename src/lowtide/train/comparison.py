@@ -179,6 +179,7 @@ def _interleaved(words: list[str], block: int) -> list[RunResult]:
         sides[-1].start()
         theirs.close()  # here: so that the end of the process is that of the pipe
         pipes.append(ours)
+    pipe: Any
     next_of, blocks = {pipes[0]: pipes[1], pipes[1]: pipes[0]}, 0
     try:
         pipes[0].send("your turn")  # the stock model begins
