@@ -26,7 +26,7 @@ SHAPE = {
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-_GPT2 = {
+GPT2 = {
     "vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", SHAPE),  # gate and up in one projection
     "glm4": ("Glm4ForCausalLM", SHAPE),  # the same, and rotations of interleaved pairs
     "phi": ("PhiForCausalLM", SHAPE),  # a head with a bias
-    "gpt2": ("GPT2LMHeadModel", _GPT2),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
     "bert": ("BertLMHeadModel", _BERT),
 }
 
@@ -93,7 +93,7 @@ def wrap(model: Any, *configs: Any, **settings: Any) -> Any:
 
 # Models with adapters or in 4 bits, of a Llama.
 ADAPTED: dict[str, Callable[[], Any]] = {
-    "lora": lambda: wrap(make("llama"), lora(target_modules=["lm_head", "q_proj", *MLP])),
+    "lora": lambda: wrap(make("llama"), lora(target_modules=["q_proj", *MLP])),
     "saved": lambda: wrap(make("llama"), lora(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"])),
     "4bit": lambda: wrap(
         in_four_bits(make("llama", hidden_size=64, intermediate_size=128, head_dim=32), torch.float32),

@@ -116,10 +116,10 @@ def test_an_mlp_that_is_not_plain_runs_its_own_code(name, when, pair, batch):
 
 
 def test_probes_leave_no_trace(build):
-    model = wrap(build("llama"), lora(target_modules=["lm_head", *MLP], lora_dropout=0.2)).eval()
+    model = wrap(build("llama"), lora(target_modules=MLP, lora_dropout=0.2)).eval()
     state, weights = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
     attributes = {n: {**vars(m)} for n, m in model.named_modules()}
-    assert "LoRA with it" in str(lowtide.patch(model))
+    assert "LoRA on gate_proj, up_proj, down_proj with it" in str(lowtide.patch(model))
     assert not any(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.measure.allocations import track_allocations
-from lowtide.models.lazy_operations import adapted_cross_entropy
 from models.conftest import (
     MLP,
     PEFT,
@@ -56,20 +54,16 @@ def both(pair):
 
 
 compare = functools.partial(assert_same_training, seed=11, rtol=1e-5, atol=2e-6)
-ALL = lora(target_modules=["lm_head", "q_proj", *MLP])
+ALL = lora(target_modules=["q_proj", *MLP])
 SAVED = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
-TIED, AT = {"ensure_weight_tying": True}, {"up_proj": 7}
-BOTH = ["embed_tokens", "lm_head"]
 # name of the model, and the adapters; also heads that are tied, capped, scaled or have a bias
 FUSED = {
-    "head and embedding": ("llama", lora(target_modules=["lm_head", "q_proj", "embed_tokens"])),
+    "embedding": ("llama", lora(target_modules=["q_proj", "embed_tokens"])),
     "saved, MLP": ("llama", lora(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "embed_tokens"])),
     "saved projection": ("llama", lora(target_modules=["up_proj"], modules_to_save=["gate_proj"])),
-    "dropout": ("llama", lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.4)),
-    "patterns": ("llama", lora(target_modules=["lm_head", *MLP], rank_pattern={"up_proj": 1}, alpha_pattern=AT)),
+    "patterns": ("llama", lora(target_modules=MLP, rank_pattern={"up_proj": 1}, alpha_pattern={"up_proj": 7})),
     "prefix": ("llama", peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
     "tied, saved": ("llama-tied", SAVED),
-    "tied adapters": ("llama-tied", lora(target_modules=BOTH, **TIED)),
     "capped": ("gemma2", ALL),
     "divided, saved": ("granite", SAVED),
     "biased": ("phi", ALL),
@@ -91,7 +85,6 @@ def test_loss_without_logits_and_every_gradient(case, order, both, batch):
     expect_calls(report, 3)
     assert lowtide.patch(model) is report
     targets = getattr(config, "target_modules", None) or ()
-    assert ("LoRA with it" if "lm_head" in targets else "without logits") in report.parts["loss"].outcome
     if on_mlp := [part for part in ("gate_proj", "gate_up_proj", "up_proj", "down_proj") if part in targets]:
         assert name == "phi" or f"LoRA on {', '.join(on_mlp)} with it" in report.parts["mlp"].outcome
 
@@ -101,10 +94,8 @@ def test_loss_without_logits_and_every_gradient(case, order, both, batch):
 @pytest.mark.parametrize("wide", [True, False])
 def test_in_bfloat16_no_further_from_the_truth(autocast, wide, both, batch):
     """peft keeps its adapters in float32, unless an argument forbids it."""
-    model, stock, report = both(
-        lora(target_modules=["lm_head", *MLP]), dtype=torch.bfloat16, autocast_adapter_dtype=wide
-    )
-    adapter = model.get_base_model().lm_head.lora_A["default"].weight
+    model, stock, report = both(lora(target_modules=MLP), dtype=torch.bfloat16, autocast_adapter_dtype=wide)
+    adapter = model.get_base_model().model.layers[0].mlp.up_proj.lora_A["default"].weight
     assert adapter.dtype == (torch.float32 if wide else torch.bfloat16)
 
     def loss(m):
@@ -144,8 +135,8 @@ STEPS = {
 @promise("patched", "reversible")
 @pytest.mark.parametrize("order", ORDERS)
 def test_changes_after_patching_are_followed(order, both, batch):
-    second = lora(target_modules=["lm_head", "down_proj", "q_proj"], r=4, lora_alpha=9)
-    model, stock, report = both(lora(target_modules=["lm_head", *MLP]), second, order=order)
+    second = lora(target_modules=["down_proj", "q_proj"], r=4, lora_alpha=9)
+    model, stock, report = both(lora(target_modules=MLP), second, order=order)
     calls = 0
     for what, change in STEPS.items():
         for m in (model, stock):
@@ -209,6 +200,7 @@ def test_saved_heads_take_turns(order, both, batch):
 OF = "is a Linear of peft.tuners."
 IA3 = {"target_modules": ["lm_head", *MLP], "feedforward_modules": ["down_proj"]}
 OTHERS = {
+    "LoRA on the head": (lora(target_modules=["lm_head", "q_proj"]), "list it in modules_to_save"),
     "DoRA": (lora(target_modules=["lm_head", *MLP], use_dora=True), "DoraLinearVariant"),
     "IA3": (peft.IA3Config(**IA3), OF + "ia3.layer, not"),
     "tied tokens": (lora(target_modules=["q_proj"], trainable_token_indices=[3, 5]), "TrainableTokensWrapper"),
@@ -225,65 +217,10 @@ def test_other_tuners_run_as_they_came(case, order, both, batch):
     loss = compare(model, stock, batch)
     expect_calls(report, 0, 1)
     lowtide.patch(model)
-    assert reason in report.parts["loss"].outcome
+    assert reason in str(report)
     on_mlps = "gate_proj" in config.target_modules
     assert (fused(loss)["mlp"] == 0) == on_mlps
     assert not on_mlps or report.parts["mlp"].outcome.startswith("left as it is: gate_proj ")
-
-
-@promise("patched")
-def test_logits_have_the_adapters_of_their_call(both, batch):
-    """Also with dropout; and those of a call without adapters, read where these are on again, stay without."""
-    model, stock, report = both(lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.3))
-
-    def loss(m):
-        outputs = m(**batch)
-        return outputs.loss + outputs.logits.square().mean()
-
-    compare(model, stock, loss)
-    expect_calls(report, 1, 1)
-    for grad in (False, True):
-        read = []
-        for m in (model, stock):
-            with torch.set_grad_enabled(grad), m.disable_adapter():
-                logits = m(**batch).logits
-            read.append([logits.logsumexp(-1), logits.exp(), logits.logsumexp(-1)])
-        for ours, theirs in zip(*read, strict=True):
-            torch.testing.assert_close(ours + 0, theirs)
-            assert ours.requires_grad == theirs.requires_grad
-
-
-@promise("memory")
-@pytest.mark.usefixtures("short_chunks")
-def test_no_logits_and_nothing_of_the_weights_size(both):
-    """Of LoRA on a frozen head: no copy and no gradient of W, no logits."""
-    config = lora(target_modules=["lm_head"])
-    model, _, report = both(config, settings={"vocab_size": 4001})
-    ids = torch.randint(3, 4001, (4, 60))
-    with track_allocations() as seen:
-        model(input_ids=ids, labels=ids).loss.backward()
-    logits = 4 * 60 * 4001 * 4
-    expect_calls(report, 1)
-    assert max(event.bytes for event in seen.events) <= logits / 8
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_an_ignored_token_is_in_no_gradient_of_a_head_with_adapters(reduction):
-    """Not its own NaN."""
-    shapes = ((6, 8), (11, 8), (6, 2), (11, 2))
-    x, w, h, b = leaves = [torch.randn(shape) for shape in shapes]
-    x[2], h[2] = torch.nan, torch.inf
-    for leaf in leaves:
-        leaf.requires_grad_()
-    settings = {"ignore_index": -100, "label_smoothing": 0.1, "softcap": None, "logit_scale": 1.0}
-    target, term = torch.tensor([1, 2, -100, 3, 4, 5]), (h, b, 0.5)
-    loss = adapted_cross_entropy(
-        x, w, target, adapter=term, linear_bias=None, options=None, reduction=reduction, **settings
-    )
-    loss.backward()
-    assert all(leaf.grad.isfinite().all() for leaf in leaves)
-    assert not x.grad[2].any()
-    assert not h.grad[2].any()
 
 
 class Louder(peft.tuners.lora.Linear):
@@ -305,24 +242,19 @@ CHANGES = {
 
 
 @promise("patched", "reported")
-@every_pair(where=["lm_head", "model.layers.1.mlp.up_proj"], change=CHANGES, when=["before", "after"])
-def test_a_lora_layer_that_is_not_plain(change, where, when, pair, batch):
-    model, stock = (wrap(m, lora(target_modules=["lm_head", *MLP])) for m in pair("llama"))
+@every_pair(change=CHANGES, when=["before", "after"])
+def test_a_lora_layer_that_is_not_plain(change, when, pair, batch):
+    model, stock = (wrap(m, lora(target_modules=MLP)) for m in pair("llama"))
     if when == "after":
         report = lowtide.patch(model)
-        if change == "another class" and where == "lm_head":
-            return  # its class is ours by then
     for m in (model, stock):
-        CHANGES[change](m.get_base_model().get_submodule(where))
+        CHANGES[change](m.get_base_model().model.layers[1].mlp.up_proj)
     if when == "before":
         report = lowtide.patch(model)
-    loss = compare(model, stock, batch)
-    head = where == "lm_head"
-    expect_calls(report, int(not head), int(head))
-    assert fused(loss)["mlp"] == (2 if head else 1)
-    if not head:
-        lowtide.patch(model)
-        assert report.parts["mlp"].more[0].module == "model.layers.1.mlp"
+    assert fused(compare(model, stock, batch))["mlp"] == 1
+    expect_calls(report, 1)
+    lowtide.patch(model)
+    assert report.parts["mlp"].more[0].module == "model.layers.1.mlp"
 
 
 @promise("reversible")
@@ -354,7 +286,7 @@ def test_several_adapters_at_a_time_run_as_they_came(both, batch):
     for m in (model, stock):
         m.base_model.set_adapter(["default", "more0"])
     assert fused(compare(model, stock, batch))["mlp"] == 0
-    expect_calls(report, 0, 1)
+    expect_calls(report, 1)
     lowtide.patch(model)
     assert "gate_proj has several adapters active at a time" in str(report)
 
@@ -364,4 +296,4 @@ def test_batches_of_several_adapters(both, batch):
     model, stock, report = both(ALL)
     losses = [m.eval()(**batch, adapter_names=["default", "__base__"]).loss for m in (model, stock)]
     torch.testing.assert_close(*losses)
-    expect_calls(report, 0, 1)
+    expect_calls(report, 1)

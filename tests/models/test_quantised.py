@@ -77,12 +77,12 @@ def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch):
 
 @every_pair(bits=BITS, order=["peft first", "patch first"], dtype=[torch.float32, torch.bfloat16])
 def test_qlora(bits, order, dtype, quantised, batch):
-    """prepare_model_for_kbit_training, LoRA on every layer, on the head too, with checkpointing."""
+    """prepare_model_for_kbit_training, LoRA on every layer, with checkpointing."""
     peft = pytest.importorskip("peft")
 
     def prepare(model):
         model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
-        return wrap(model, lora(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]))
+        return wrap(model, lora(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]))
 
     model, stock = quantised(bits, dtype=dtype)
     if order == "patch first":
@@ -94,7 +94,6 @@ def test_qlora(bits, order, dtype, quantised, batch):
     expect_calls(report, 1)
     assert fused(loss)["mlp"] == 2 * (bits == "4bit")
     lowtide.patch(model)
-    assert "LoRA with it" in report.parts["loss"].outcome
     where = "LoRA on gate_proj, up_proj, down_proj with it"
     outcomes = {
         "4bit": f"runs as lowtide.swiglu_mlp (silu), which keeps gate and up, {where}, {OF_4_BITS}",

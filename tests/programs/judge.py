@@ -26,10 +26,6 @@ _NOISES = ("exact", "noise-1", "noise-2", "noise-3", "noise-4", "noise-5", "nois
 _MORE = tuple(f"noise-{number}" for number in range(7, 31))  # ties come out otherwise in few of them
 
 
-class Mismatch(Exception):
-    """Two values that are different whatever rounding does."""
-
-
 class Judge:
     def __init__(self, program: Program, stock: Outcome, patched: Outcome, again: Callable[[str], Outcome]) -> None:
         self.program, self.stock, self.patched = program, stock, patched
@@ -112,78 +108,43 @@ class Judge:
         return ""
 
     def compare(self, got: Any, expected: Any, of: Callable[[Outcome], Any], floor: float = 0.0) -> str:
-        """Return how ``got`` differs from ``expected``; ``of`` finds the same value in another run."""
-        try:
-            self._compare(got, expected, of, floor)
-        except Mismatch as wrong:
-            return str(wrong)
+        """Return how ``got`` differs from ``expected``, "" if not; ``of`` finds the same value in another run."""
+        ours, theirs = _leaves(got), _leaves(expected)
+        if len(ours) != len(theirs):
+            return f"{got!r:.100}, in stock {expected!r:.100}"
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                wrong = self._tensors(one, other, lambda o, at=at: _tensor_at(of(o), at), floor)
+            else:
+                same = type(one) is type(other) and one == other
+                wrong = "" if same else f"{one!r:.100}, in stock {other!r:.100}"
+            if wrong:
+                return wrong
         return ""
 
-    def _compare(self, got: Any, expected: Any, of: Callable[[Outcome], Any], floor: float) -> None:
-        if type(got) is not type(expected):
-            raise Mismatch(
-                f"a {type(got).__name__}, in stock a {type(expected).__name__}: {got!r:.80}, {expected!r:.80}"
-            )
-        if isinstance(got, dict):
-            if list(got) != list(expected):
-                raise Mismatch(f"other keys: {list(got)}, in stock {list(expected)}")
-            for key in got:
-                self._compare(got[key], expected[key], lambda o, k=key: _at(of(o), k), floor)
-        elif isinstance(got, list) and got and all(isinstance(one, float) for one in (*got, *expected)):
-            self._tensors(torch.tensor(got), torch.tensor(expected), lambda o: _tensor(of(o)), floor)
-        elif isinstance(got, tuple | list):
-            if len(got) != len(expected):
-                raise Mismatch(f"{len(got)} values, in stock {len(expected)}")
-            for at, (one, other) in enumerate(zip(got, expected, strict=True)):
-                self._compare(one, other, lambda o, k=at: _at(of(o), k), floor)
-        elif isinstance(got, np.ndarray):
-            self._compare(torch.from_numpy(got), torch.from_numpy(expected), lambda o: _tensor(of(o)), floor)
-        elif isinstance(got, Tensor):
-            self._tensors(got, expected, of, floor)
-        elif isinstance(got, float) or (isinstance(got, int) and not isinstance(got, bool)):
-            self._tensors(torch.tensor(got), torch.tensor(expected), lambda o: _tensor(of(o)), floor)
-        elif got != expected:
-            raise Mismatch(f"{got!r:.100}, in stock {expected!r:.100}")
-
-    def _tensors(self, got: Tensor, expected: Tensor, of: Callable[[Outcome], Any], floor: float) -> None:
+    def _tensors(self, got: Tensor, expected: Tensor, of: Callable[[Outcome], Tensor | None], floor: float) -> str:
         if got.dtype != expected.dtype or got.shape != expected.shape:
-            raise Mismatch(f"{got.dtype} {tuple(got.shape)}, in stock {expected.dtype} {tuple(expected.shape)}")
+            return f"{got.dtype} {tuple(got.shape)}, in stock {expected.dtype} {tuple(expected.shape)}"
         if torch.equal(got, expected):  # most: the rest of this takes ten times as long
-            return
+            return ""
         if not got.is_floating_point():
-            unequal = got != expected
-            if unequal.any():
-                for how in (*_NOISES, *_MORE):
-                    other = _tensor(of(self.other(how)))
-                    if other is None or other.shape != expected.shape:
-                        unequal = torch.zeros_like(unequal)
-                    else:
-                        unequal = unequal & (other == expected)
-                    if not unequal.any():
-                        return
-                where = tuple(unequal.nonzero()[0].tolist())
-                some = f"at {where} {got[where]}, in stock {expected[where]}"
-                raise Mismatch(f"{int(unequal.sum())} of {got.numel()} differ, {some}")
-            return
+            return self._numbers(got, expected, of)
         if self.gradients:  # which oddity an overflow gives depends on the order of products
             got, expected = got.masked_fill(got.isinf(), math.nan), expected.masked_fill(expected.isinf(), math.nan)
-        eps = max(
-            torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps
-        )  # the models compute in float32 themselves
+        # the models compute in float32 themselves
+        eps = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps)
         a, b = got.double(), expected.double()
         odd = ~(a.isfinite() & b.isfinite())
         strange = odd & ~((a == b) | (a.isnan() & b.isnan()))
         a, b = a.masked_fill(odd, 0), b.masked_fill(odd, 0)
         allowed = _FEW * eps * b.abs().amax().item() + floor
-        off = (a - b).abs()
-        off = off.masked_fill(strange, math.inf)
+        off = (a - b).abs().masked_fill(strange, math.inf)
         if off.amax().item() <= allowed:
-            return
-        spread = torch.zeros_like(b)
-        limit = torch.full_like(b, allowed)
+            return ""
+        spread, limit = torch.zeros_like(b), torch.full_like(b, allowed)
         low = any(word in self.program.text for word in ("bfloat16", "half"))
         for how in (*_NOISES, *_MORE) if low else _NOISES:
-            other = _tensor(of(self.other(how)))
+            other = of(self.other(how))
             if other is None or other.shape != b.shape:
                 continue
             c = other.double()
@@ -193,12 +154,23 @@ class Judge:
             spread = torch.maximum(spread, apart)
             limit = allowed + _FACTOR * torch.maximum(spread, spread.square().mean().sqrt())
             if bool((off <= limit).all()):
-                return
-        where = (off - limit).flatten().argmax().item()
-        raise Mismatch(
-            f"off by {off.flatten()[where]:.3g} at {where} of {tuple(got.shape)}: {got.flatten()[where].item():.9g}, "
-            f"in stock {expected.flatten()[where].item():.9g} +- {limit.flatten()[where]:.2g}"
-        )
+                return ""
+        at = (off - limit).flatten().argmax().item()
+        one, other, error, most = (t.flatten()[at].item() for t in (got, expected, off, limit))
+        return f"off by {error:.3g} at {at} of {tuple(got.shape)}: {one:.9g}, in stock {other:.9g} +- {most:.2g}"
+
+    def _numbers(self, got: Tensor, expected: Tensor, of: Callable[[Outcome], Tensor | None]) -> str:
+        """Return how indices, comparisons and counts differ, but for those that noise moves too."""
+        unequal = got != expected
+        for how in (*_NOISES, *_MORE):
+            other = of(self.other(how))
+            if other is None or other.shape != expected.shape:
+                return ""
+            unequal = unequal & (other == expected)
+            if not unequal.any():
+                return ""
+        at = tuple(unequal.nonzero()[0].tolist())
+        return f"{int(unequal.sum())} of {got.numel()} differ, at {at} {got[at]}, in stock {expected[at]}"
 
 
 def largest(tensor: Tensor) -> float:
@@ -206,19 +178,25 @@ def largest(tensor: Tensor) -> float:
     return finite.abs().amax().item() if tensor.numel() else 0.0
 
 
-def _at(value: Any, key: Any) -> Any:
-    try:
-        return value[key]
-    except (TypeError, KeyError, IndexError):
-        return None
-
-
-def _tensor(value: Any) -> Tensor | None:
+def _leaves(value: Any) -> list[Any]:
+    """Return the parts of a value, one after another: numbers as tensors, and how many there are of each."""
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if isinstance(value, int | float) or (isinstance(value, list) and all(isinstance(one, float) for one in value)):
-        return torch.tensor(value)
-    return value if isinstance(value, Tensor) else None
+        return [torch.from_numpy(value)]
+    if isinstance(value, float) or type(value) is int:
+        return [torch.tensor(value)]
+    if isinstance(value, dict):
+        return [*value, *(leaf for part in value.values() for leaf in _leaves(part))]
+    if isinstance(value, tuple | list):
+        if value and all(isinstance(part, float) for part in value):
+            return [torch.tensor(value)]
+        return [f"{len(value)} values", *(leaf for part in value for leaf in _leaves(part))]
+    return [value]
+
+
+def _tensor_at(value: Any, at: int) -> Tensor | None:
+    """Return one of a value's parts where it is a tensor; None of a run that did not come so far."""
+    leaves = _leaves(value)
+    return leaves[at] if at < len(leaves) and isinstance(leaves[at], Tensor) else None
 
 
 def _number(one: Tensor) -> float | str:

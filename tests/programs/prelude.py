@@ -1,18 +1,12 @@
 """The names that a program uses beside PyTorch's, and the global state that it may change.
 
 A program is text. It runs twice in namespaces that differ by `patch`, `unpatch`, `apply_policy` and `remove_policy`
-alone, which do nothing in the stock one. A failing one is printed as a script that begins::
-
-    import sys
-    from programs.prelude import script
-    script(globals(), sys.argv)  # "stock" as the argument runs it without lowtide
+alone, which do nothing in the stock one.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
-import functools
 import io
 import math
 import pickle
@@ -56,22 +50,6 @@ def saved_and_loaded(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-def through_dlpack(tensor: Tensor) -> Any:
-    """Return a tensor as another library would import it; its address is looked at before anything reads there."""
-    capsule = torch.utils.dlpack.to_dlpack(tensor)
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    data = ctypes.cast(pointer(capsule, b"dltensor"), ctypes.POINTER(ctypes.c_void_p))[0]
-    return "a null pointer" if not data and tensor.numel() else torch.utils.dlpack.from_dlpack(capsule).clone()
-
-
-@functools.cache
-def _take_first() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.trace(lambda t: t[..., 0] * 2, torch.ones(2, 2))
 
 
 def as_output(outputs: Any) -> SimpleNamespace:
@@ -168,23 +146,8 @@ def namespace(
         **(ours if patched else dict.fromkeys(ours, nothing)),
         "see": recorder.see, "log": recorder.log, "replace": replace, "restore": lambda: put_back(originals),
         "build": made, "batch": batch, "V": V, "layer": layer,
-        "saved_and_loaded": saved_and_loaded, "through_dlpack": through_dlpack,
-        "take_first": lambda t: _take_first()(t), "as_output": as_output, "Scaled": Scaled, "ScaledInput": ScaledInput,
+        "saved_and_loaded": saved_and_loaded, "as_output": as_output, "Scaled": Scaled, "ScaledInput": ScaledInput,
         "torch": torch, "F": F, "nn": nn, "copy": copy, "math": math, "pickle": pickle, "np": np, "peft": peft,
         "accelerate": accelerate, "checkpoint": checkpoint, "nullcontext": nullcontext, "sys": sys,
         "ActivationPolicy": ActivationPolicy, "HeadOptions": lowtide.HeadOptions,
     }  # fmt: skip
-
-
-def script(names: dict[str, Any], argv: list[str]) -> None:
-    """Fill a script's globals with a program's names; ``see`` prints as well."""
-    recorder = Recorder()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    names.update(namespace(recorder, [], patched="stock" not in argv[1:]))
-
-    def see(value: Any) -> None:
-        recorder.see(value)
-        sys.stdout.write(f"{recorder.seen[-1][1]}\n")
-
-    names["see"] = see

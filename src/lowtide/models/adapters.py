@@ -45,7 +45,7 @@ class AdaptedLinear(NamedTuple):
     base: nn.Linear
     adapter: LowRankAdapter | None
     around: tuple[nn.Module, ...]  # modules that are run on the way, whose hooks count
-    four_bit: bool = False  # whether base is a `Linear4bit`
+    four_bit: bool  # whether base is a `Linear4bit`
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -53,31 +53,39 @@ class AdaptedLinear(NamedTuple):
         return (self.base,) if self.adapter is None else (self.base, self.adapter.a, self.adapter.b)
 
 
-def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinear | str:
-    """Return what a call of ``module`` would run, or why that is not a plain linear layer with LoRA or without.
+def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
+    """Return what a call of ``module`` would run, or why that is not a linear layer with LoRA or without."""
+    layer = saved_module(module)
+    if isinstance(layer, str):
+        return layer
+    base: Any = layer
+    adapter: LowRankAdapter | str | None = None
+    around: tuple[nn.Module, ...] = () if layer is module else (module,)
+    if is_lora(layer):
+        if not _is_own(layer, _LORA):
+            return f"is a {type(layer).__name__}, not the LoRA layer of a plain torch.nn.Linear"
+        base, adapter = children_of(layer)["base_layer"], _active(layer)
+        if isinstance(adapter, str):
+            return adapter
+        around += (layer,) if adapter is None else (layer, adapter.dropout)
+    why_not = _why_not_packed(base) if _is_four_bit(base) else why_not_plain(base, is_lora(layer))
+    return why_not or AdaptedLinear(base, adapter, around, _is_four_bit(base))
 
-    With ``four_bit`` it may be a `Linear4bit` as well.
-    """
-    kept = saved_module(module)
-    if isinstance(kept, str):
-        return kept
-    around: tuple[nn.Module, ...] = () if kept is module else (module,)
-    if plain_class(kept) is nn.Linear:
-        return AdaptedLinear(kept, None, around)  # type: ignore[arg-type]
-    if not is_lora(kept):
-        why_not = _why_not_base(kept, "is a {}, not a plain torch.nn.Linear", four_bit)
-        return AdaptedLinear(kept, None, around, four_bit) if why_not is None else why_not  # type: ignore[arg-type]
-    found = _active(kept, four_bit)
-    if isinstance(found, str):
-        return found
-    base: Any = children_of(kept)["base_layer"]
-    around = (*around, kept) if found is None else (*around, kept, found.dropout)
-    return AdaptedLinear(base, found, around, four_bit and _is_four_bit(base))
+
+def why_not_plain(layer: nn.Module, adapted: bool = False) -> str | None:
+    """Return why a layer, or what is ``adapted`` by LoRA, is not a ``torch.nn.Linear``; None where it is."""
+    if plain_class(layer) is nn.Linear:
+        return None
+    kind = type(layer).__name__
+    if kind == "Linear":  # of another library
+        kind = f"Linear of {type(layer).__module__}"
+    lora, on = ("LoRA on ", "on ") if adapted else ("", "")
+    return f"is {lora}a {kind}, not {on}a plain torch.nn.Linear"
 
 
 def saved_module(module: nn.Module) -> nn.Module | str:
     """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
-    if not _is_saved(module):
+    if not {"original_module", "modules_to_save"} <= children_of(module).keys():
         return module
     if not _is_own(module, _SAVED):
         return f"is a {type(module).__name__}, not a layer of modules_to_save of peft's"
@@ -87,10 +95,6 @@ def saved_module(module: nn.Module) -> nn.Module | str:
     active = list(layer.active_adapters)
     stock = layer.disable_adapters or not active or any(name not in layer._adapters for name in active)
     return layer.original_module if stock else layer.modules_to_save[active[0]]  # type: ignore[no-any-return]
-
-
-def _is_saved(module: nn.Module) -> bool:
-    return "original_module" in children_of(module) and "modules_to_save" in children_of(module)
 
 
 def _is_own(module: nn.Module, files: tuple[str, ...]) -> bool:
@@ -103,35 +107,14 @@ def _is_own(module: nn.Module, files: tuple[str, ...]) -> bool:
 
 def is_lora(module: nn.Module) -> bool:
     """Whether the module's children have the names of a LoRA layer's."""
-    return all(name in children_of(module) for name in ("base_layer", "lora_A", "lora_B"))
+    return {"base_layer", "lora_A", "lora_B"} <= children_of(module).keys()
 
 
-def _kind(module: nn.Module) -> str:
-    """Return the name of a module's class, and where it is from if that is the name of PyTorch's own."""
-    kind = type(module)
-    return f"Linear of {kind.__module__}" if kind.__name__ == "Linear" else kind.__name__
-
-
-def _why_not_base(base: nn.Module, what: str, four_bit: bool) -> str | None:
-    """Return why a layer is neither a plain linear one nor, with ``four_bit``, one in 4 bits; ``what`` for its kind."""
-    if plain_class(base) is nn.Linear:
-        return None
-    if four_bit and _is_four_bit(base):
-        return _why_not_packed(base)
-    return what.format(_kind(base))
-
-
-def _active(lora: Any, four_bit: bool) -> LowRankAdapter | str | None:
+def _active(lora: Any) -> LowRankAdapter | str | None:
     """Return the adapter that a LoRA layer would add now, None for none, or why it would do something else."""
-    if not _is_own(lora, _LORA):
-        return f"is a {type(lora).__name__}, not the LoRA layer of a plain torch.nn.Linear"
-    children = children_of(lora)  # `lora.base_layer` would be slow: modules are found by __getattr__
-    base = children["base_layer"]
-    why_not = _why_not_base(base, "is LoRA on a {}, not on a plain torch.nn.Linear", four_bit)
-    if why_not is not None:
-        return why_not
     if lora.disable_adapters:
         return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else None
+    children = children_of(lora)  # `lora.lora_A` would be slow: modules are found by __getattr__
     a_s, b_s, dropouts = (children_of(children[name]) for name in ("lora_A", "lora_B", "lora_dropout"))
     names = [] if lora.merged else [name for name in lora.active_adapters if name in a_s]
     if not names:
@@ -167,19 +150,15 @@ def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
 
 def low_rank_projections(layers: Sequence[AdaptedLinear], dtype: torch.dtype) -> list[Projection]:
     """Return each projection with its adapter, and a weight in 4 bits for GEMMs in ``dtype``."""
-    return [Projection(_weight(layer, dtype), layer.base.bias, _adapter(layer.adapter)) for layer in layers]
-
-
-def _weight(layer: AdaptedLinear, dtype: torch.dtype) -> Weight:
-    weight = layer.base.weight
-    return Packed.of(weight, _state_of(layer.base), dtype) if layer.four_bit else weight
-
-
-def _adapter(adapter: LowRankAdapter | None) -> Adapter | None:
-    if adapter is None:
-        return None
-    p = float(adapter.dropout.p) if adapter.drops else 0.0  # type: ignore[arg-type]
-    return Adapter(adapter.a.weight, adapter.b.weight, float(adapter.scale), p)
+    projections = []
+    for base, adapter, _, four_bit in layers:
+        weight: Weight = Packed.of(base.weight, _state_of(base), dtype) if four_bit else base.weight
+        low_rank = None
+        if adapter is not None:
+            p = float(adapter.dropout.p) if adapter.drops else 0.0  # type: ignore[arg-type]
+            low_rank = Adapter(adapter.a.weight, adapter.b.weight, float(adapter.scale), p)
+        projections.append(Projection(weight, base.bias, low_rank))
+    return projections
 
 
 def _is_four_bit(module: nn.Module) -> bool:

@@ -20,8 +20,6 @@ from lowtide.models.instance import BASE
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
 # change the logits.
 _HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.utils.", *HOOKS)
-# accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
-_MOVES = ("accelerate.hooks.AlignDevicesHook", "accelerate.hooks.CpuOffload")
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 REPLACED = "the output embedding's forward was replaced on the instance"
@@ -38,9 +36,15 @@ def why_not_patch_model(model: nn.Module) -> str | None:
     return None
 
 
-def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call must return real logits."""
-    why_not = why_not_call(head)  # first: a parametrization computes the weight anew each time that it is read
+def why_not_lazy(head: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], *, scores: bool) -> str | None:
+    """Return why this call of the head must return real logits; ``scores``: of a model without labels."""
+    if len(args) != 1 or kwargs:
+        return "the output embedding was called with more than hidden states"
+    (hidden,) = args
+    # of each sequence [..., T, D]
+    if scores and isinstance(hidden, Tensor) and hidden.dim() > 1 and hidden.shape[-2] == 1:
+        return "one token of each sequence, as in generation"
+    why_not = why_not_call(head)  # before the weight is read: a parametrization computes it anew each time
     if why_not is not None:
         return why_not
     if type(hidden) is not Tensor or not hidden.is_floating_point():
@@ -49,12 +53,16 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
         return "hidden states and output embedding differ in dtype"
     if is_transformed():
         return "a torch.func transform or forward-mode differentiation is active"
-    return "the model is being traced" if is_traced() else None
+    if is_traced():
+        return "the model is being traced"
+    # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
+    foreign = (type(p).__name__ for p in (head.weight, head.bias) if p is not None and type(p) is not nn.Parameter)
+    return next((f"a weight of the output embedding is a {kind}, not a plain Parameter" for kind in foreign), None)
 
 
 def why_not_call(head: nn.Module) -> str | None:
     """Return why a call of ``head`` may do more than a linear layer, which a loss without logits would miss."""
-    if "forward" in vars(head) and not _is_moved(head):
+    if "forward" in vars(head):
         return REPLACED
     if not any(BASE in vars(kind) for kind in (type(head), plain_class(head))):  # FSDP2 may come before patch or after
         return f"the output embedding was given another class, {type(head).__name__}"
@@ -67,17 +75,6 @@ def why_not_call(head: nn.Module) -> str | None:
         if not module.startswith(_HOOKS_THAT_DO_NOT_READ):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
     return None
-
-
-def _is_moved(head: nn.Module) -> bool:
-    """Whether a forward on the instance is accelerate's around the class's own, which only moves tensors."""
-    state = vars(head)
-    hook: Any = state.get("_hf_hook")
-    for each in getattr(hook, "hooks", (hook,)):  # of a SequentialHook
-        if f"{type(each).__module__}.{type(each).__name__}" not in _MOVES or each.no_grad:
-            return False
-    own = getattr(state.get("_old_forward"), "__func__", None) is type(head).forward
-    return own and defining_module(state["forward"]) == "accelerate.hooks"
 
 
 def defining_module(function: Any) -> str:

@@ -2,9 +2,7 @@
 
 What is done to them after it are steps: the rows that were taken, and the operations on their values.
 
-With LoRA on it they are ``x W^T + b + s h B^T`` with ``h = drop(x) A^T``, a few numbers per token.
-
-Legend: hidden x [..., D], logits [..., V], an adapter of rank r.
+Legend: hidden [..., D], logits [..., V].
 """
 
 import math
@@ -19,12 +17,12 @@ from torch import Tensor, nn
 
 from lowtide.arguments import is_autocast_on, is_dtensor, operand_dtype
 from lowtide.distributed.fsdp import Gathered, gathered, unit_of, versions
-from lowtide.distributed.zero import Kept, gather_for, is_partitioned, keep_for_backward
+from lowtide.distributed.zero import Kept, is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
-from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora
-from lowtide.models.eligibility import REPLACED, are_plain_linears, why_not_call, why_not_lazy
-from lowtide.models.instance import children_of, part_of
+from lowtide.models.adapters import is_lora, why_not_plain
+from lowtide.models.eligibility import REPLACED, why_not_call
+from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
 
 # The stock forward of a head.
@@ -200,62 +198,32 @@ def why_not_patch_head(model: nn.Module, head: nn.Module | None) -> str | None:
         inner = next((name for name, head in heads.items() if head is not None), None)
         hint = "" if inner is None else f"; its {inner} has one: pass that to patch, with scoring=True"
         return f"the model has no output embedding{hint}"
-    found = adapted_linear(head)
-    if isinstance(found, str):
-        layer = children_of(head).get("base_layer", head)
-        hint = " (list it in llm_int8_skip_modules to train without logits)"
-        return f"the output embedding {found}{hint * type(layer).__module__.startswith('bitsandbytes.')}"
-    return REPLACED if "forward" in vars(head) else None
-
-
-def head_call(head: Any, args: tuple[Any, ...], kwargs: dict[str, Any], running: Running) -> "HeadCall | str":
-    """Return a record of this call of the head, or why it must return real logits."""
-    if len(args) != 1 or kwargs:
-        return "the output embedding was called with more than hidden states"
-    why_not = why_not_lazy(head, args[0])
-    layer = adapted_linear(head) if is_lora(head) else AdaptedLinear(head, None, ())
-    if isinstance(layer, str):
-        return f"the output embedding {layer}"
-    why_not = why_not or _why_not_inside(head, layer)
-    if why_not is not None:
-        return why_not
-    parameters = [p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None]
-    # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
-    foreign = next((type(p).__name__ for p in parameters if type(p) is not nn.Parameter), None)
-    if foreign is not None:
-        return f"a weight of the output embedding is a {foreign}, not a plain Parameter"
-    if layer.base is not head and not gather_for(head, parameters):
-        return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
-    return HeadCall(head, args[0], layer, running)
-
-
-def _why_not_inside(head: Any, layer: AdaptedLinear) -> str | None:
-    """Return why a call of the layers inside may do more than linear layers do."""
-    around = tuple(module for module in layer.around if module is not head)
-    if layer.base is head or are_plain_linears(layer.linears, around):
+    if "forward" in vars(head):
+        return REPLACED
+    why_not = why_not_plain(head)
+    if why_not is None:
         return None
-    return "a layer of the output embedding's LoRA has hooks or a forward of its own"
+    hint = " (list it in llm_int8_skip_modules to train without logits)" * type(head).__module__.startswith(
+        "bitsandbytes."
+    )
+    if is_lora(head):
+        hint = " (list it in modules_to_save, not in target_modules, to train without logits)"
+    return f"the output embedding {why_not}{hint}"
 
 
 class HeadCall:
     """One call of the head: its input [..., D] and all that is needed to build the same logits later, or never.
 
-    Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for each access. With LoRA the adapter is
-    the one of this call, and its ``h`` is computed at once, so that dropout draws where the head's own code draws, and
-    the loss and logits built later see the same.
+    Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for each access.
     """
 
     fused = built = False
     passed = False  # something with a graph was computed past the logits
     hooked = False  # a gradient hook is on logits that are built
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, layer: AdaptedLinear, running: Running) -> None:
-        self.head, self.hidden, self.layer = head, hidden, layer
+    def __init__(self, head: nn.Linear, hidden: Tensor, running: Running) -> None:
+        self.head, self.hidden = head, hidden
         self.model, self.report, self.options = running.model, running.state.report, running.state.options
-        self._h: Tensor | None = None
-        adapter = layer.adapter
-        if adapter is not None:
-            self._h = adapter.a(adapter.dropout(hidden.to(adapter.a.weight.dtype)))
         self.dtype = operand_dtype(hidden)  # of the logits
         self.linked = self.tensors  # in autograd's graph
         self.partitioned = any(map(is_partitioned, self.linked))  # by ZeRO-3
@@ -269,13 +237,12 @@ class HeadCall:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
-        base, adapter = self.layer.base, self.layer.adapter
-        return self.hidden, base.weight, base.bias, self._h, None if adapter is None else adapter.b.weight
+        return self.hidden, self.head.weight, self.head.bias
 
     @property
     def resharded(self) -> bool:
         """Whether the root of FSDP2, in whose unit the head is, has let go of the weight since."""
-        return self._unit is self.model and is_dtensor(self.layer.base.weight)
+        return self._unit is self.model and is_dtensor(self.head.weight)
 
     def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool, inference: bool) -> Tensor:
         """Build the logits [..., V] after ``steps`` as the model would have: same operations, same modes and autocast.
@@ -286,15 +253,7 @@ class HeadCall:
             self.built = True
             self.report.count_materialised(why)
         with self.modes(grad_mode=grad_mode and not self.resharded, inference=inference):
-            return replay(self._run(lambda forward, hidden: self._logits(forward, hidden, self._h)), steps)
-
-    def _logits(self, forward: Forward, hidden: Tensor, h: Tensor | None) -> Tensor:
-        """Return the logits, by the head's own layers as their parameters are."""
-        adapter = self.layer.adapter
-        if self.layer.base is self.head:
-            return forward(hidden)
-        logits: Tensor = self.layer.base(hidden)
-        return logits if adapter is None else (logits + adapter.b(h) * adapter.scale).to(logits.dtype)
+            return replay(self._run(lambda forward, hidden: forward(hidden)), steps)
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `tensors` for a gradient that reached the logits."""
@@ -306,7 +265,7 @@ class HeadCall:
                 for x in self.tensors
             ]
             trained = [x for x in inputs if x is not None and x.requires_grad]
-            logits = replay(self._logits(forward, inputs[0], inputs[3]), steps)
+            logits = replay(forward(inputs[0]), steps)
             gradients = iter(torch.autograd.grad(logits, trained, grad_logits) if trained else ())
             return tuple(next(gradients) if x is not None and x.requires_grad else None for x in inputs)
 
@@ -328,8 +287,8 @@ class HeadCall:
         """Return what ``function`` computes of these rows of the logits, after the steps that `fold` gave ``folded``.
 
         That is one tensor; ``per_row`` is whether it has a value of each row. ``folded`` is empty where the function
-        takes the steps itself. It is called with (hidden, weight), ``linear_bias``,
-        ``logit_scale``, ``softcap``, ``options`` and, with LoRA, ``adapter``.
+        takes the steps itself. It is called with (hidden, weight), ``linear_bias``, ``logit_scale``, ``softcap`` and
+        ``options``.
         """
         assert rows is not None
 
@@ -337,14 +296,11 @@ class HeadCall:
             options = self.options
             if options is not None and per_row:  # only a loss that is one number can have its gradients in forward
                 options = replace(options, gradient="auto")
-            base, adapter = self.layer.base, self.layer.adapter
-            bias: Tensor | None = base.bias
+            bias: Tensor | None = self.head.bias
             for offset in folded.offsets:
                 bias = offset if bias is None else bias + offset
             settings: dict[str, Any] = {"softcap": folded.softcap, "logit_scale": folded.logit_scale}
-            if adapter is not None and self._h is not None:
-                settings["adapter"] = rows_of(self._h, rows), adapter.b.weight, adapter.scale
-            result = function(rows_of(hidden, rows), base.weight, linear_bias=bias, options=options, **settings)
+            result = function(rows_of(hidden, rows), self.head.weight, linear_bias=bias, options=options, **settings)
             # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
             return result.clone() if result._is_view() else result
 
@@ -362,13 +318,12 @@ class HeadCall:
         """Do ``work`` inside the head's forward, if nothing has changed since the call: asked here alone."""
 
         def checked(forward: Forward, hidden: Tensor = self.hidden) -> Any:
-            # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-            if self._present_state() != self._state and not hasattr(self.head, "_hf_hook"):
+            if self._present_state() != self._state:
                 raise _changed(_VALUES)
             with self.as_in_forward():
                 return work(forward, hidden)
 
-        why_not = why_not_call(self.head) or _why_not_inside(self.head, self.layer)
+        why_not = why_not_call(self.head)
         if part_of(self.head) is None:
             unpatched = part_of(self.model) is None
             why_not = "the model was unpatched" if unpatched else "the output embedding got adapters"

@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
@@ -26,7 +25,11 @@ def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashab
     ``part`` is what the change belongs to, as in `PatchReport`.
     """
     assign: Any = module
-    assign.__class__ = child_class(stock_class(module), _Attributes(part, overrides, args), BASE)
+    assign.__class__ = child_class(stock_class(module), _attributes, BASE, part, overrides, *args)
+
+
+def _attributes(base: Any, part: str, overrides: Overrides, *args: Hashable) -> dict[str, Any]:
+    return {PART: part, **overrides(base, *args)}
 
 
 def with_forward(base: Any, forward: Callable[..., Any]) -> dict[str, Any]:
@@ -144,15 +147,3 @@ def check_nothing_on_top(module: nn.Module) -> None:
                 "Undo what came after lowtide.patch first.",
             )
         )
-
-
-@dataclass(frozen=True)
-class _Attributes:
-    """A child class's attributes, computed from its base. Comparable and picklable, so that copies share one class."""
-
-    part: str
-    overrides: Overrides
-    args: tuple[Hashable, ...]
-
-    def __call__(self, base: Any) -> dict[str, Any]:
-        return {PART: self.part, **self.overrides(base, *self.args)}

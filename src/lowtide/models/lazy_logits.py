@@ -54,7 +54,7 @@ class LazyLogits(Tensor):
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return the logits of ``call``, before any operation."""
-        like = torch.empty((*call.hidden.shape[:-1], call.layer.base.weight.shape[0]), dtype=call.dtype, device="meta")
+        like = torch.empty((*call.hidden.shape[:-1], call.head.weight.shape[0]), dtype=call.dtype, device="meta")
         return cls._make(call, (), (), like, None, grad_mode=torch.is_grad_enabled())
 
     @classmethod

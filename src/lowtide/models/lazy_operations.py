@@ -151,81 +151,18 @@ def _loss(
         return NotImplemented
     assert logits is not None
     folded = fold(logits.steps)
-    adapted, each = logits.call.layer.adapter is not None, reduction == "none"
-    if (
-        folded is None
-        or folded.normalised is not of_logprobs
-        or folded.sign != 1
-        or (adapted and (weight is not None or reduction not in ("mean", "sum")))
-    ):
+    if folded is None or folded.normalised is not of_logprobs or folded.sign != 1:
         return NotImplemented
+    settings: Any = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    per_row = reduction == "none"
 
     def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        compute: Any = adapted_cross_entropy if adapted else functools.partial(linear_cross_entropy, weight=weight)
-        kwargs |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        result: Tensor = compute(hidden, head, target.reshape(hidden.shape[:-1]), reduction=reduction, **kwargs)
-        return result.reshape(target.shape) if each else result
+        y = target.reshape(hidden.shape[:-1])
+        result = linear_cross_entropy(hidden, head, y, reduction=reduction, **settings, **kwargs)
+        return result.reshape(target.shape) if per_row else result
 
-    result: Tensor = logits.call.without_logits(logits.rows, folded, loss, per_row=each)
+    result: Tensor = logits.call.without_logits(logits.rows, folded, loss, per_row=per_row)
     return result.to(_dtype_of(input, lambda z: F.cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
-
-
-def adapted_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    adapter: tuple[Tensor, Tensor, float],
-    linear_bias: Tensor | None,
-    reduction: str,
-    options: HeadOptions | None,
-    **settings: Any,
-) -> Tensor:
-    """Return `lowtide.linear_cross_entropy`, mean or sum, of logits to which an adapter adds before scale and cap.
-
-    ``adapter`` is h [..., r], B [V, r] and s.
-    ``settings`` are its ``ignore_index``, ``label_smoothing``, ``softcap`` and ``logit_scale``. A chunk at a time goes
-    through `lowtide.linear_apply`, and the function adds ``s h B^T`` to ``x W^T``, so a frozen W costs neither a copy
-    nor a gradient. One linear layer over [x, h] with the weight [W, s B] would cost both: at D=4096, V=128256 and
-    bfloat16 a GiB each, and a GEMM of N D V for an unused gradient. The same holds for merging the adapter into W,
-    which also rounds it to bfloat16.
-    """
-    kept = target != settings["ignore_index"]
-    # 0 for ignored tokens: a NaN among theirs would be in the gradients of the weights, which sum over all tokens
-    h, b_Vr, scale = adapter
-    input, h = (x.where(kept.unsqueeze(-1), 0) for x in (input, h))
-    loss: Tensor = linear_apply(
-        _cross_entropy,
-        input,
-        linear_weight,
-        target,
-        h,
-        linear_bias=linear_bias,
-        params=(b_Vr, scale, settings),
-        out="sum",
-        options=options,
-    )
-    loss = loss.where(kept.any(), 0)  # without a token the gradients are 0 whatever comes from upstream
-    if reduction == "sum":
-        return loss
-    total = kept.sum(dtype=loss.dtype)
-    # without a token the mean is NaN, and gradients are 0 as stock's, not NaN
-    return torch.where(total > 0, loss / total.clamp(min=1), torch.nan)
-
-
-def _cross_entropy(
-    logits: Tensor, target: Tensor, h: Tensor, b_Vr: Tensor, scale: float, settings: dict[str, Any]
-) -> Tensor:
-    """Add what the adapter makes of its input to rows of ``x W^T + b``, and take the loss.
-
-    A function of this module, and not one made for each call, so that it is looked at once.
-    """
-    beta, softcap = settings["logit_scale"], settings["softcap"]
-    options = {name: settings[name] for name in ("ignore_index", "label_smoothing")}
-    with torch.autocast(logits.device.type, enabled=False):
-        logits = logits.addmm(h.to(logits.dtype), b_Vr.to(logits.dtype).T, beta=beta, alpha=beta * scale)
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        return F.cross_entropy(logits, target, reduction="sum", **options)
 
 
 def _gather(input: LazyLogits, dim: Any, index: Any) -> Any:
@@ -283,7 +220,7 @@ def _argmax(input: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
 
     So the steps are not folded: each chunk of logits takes them one after another, as built ones do.
     """
-    if input.call.layer.adapter or input.rows is None or not _is_last(input, dim):
+    if input.rows is None or not _is_last(input, dim):
         return NotImplemented
     settings = (input.call.dtype, [step for step in input.steps if step.kind not in ("rows", "detach")])
 
@@ -301,7 +238,7 @@ def _argmax_of_rows(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -
 
 def _folded(input: LazyLogits, dim: Any, *, normalised: bool = True) -> LogitArguments | None:
     """Return the folded steps of log-probabilities, or logits, read along the classes; None of anything else."""
-    folded = None if input.call.layer.adapter or input.rows is None or not _is_last(input, dim) else fold(input.steps)
+    folded = None if input.rows is None or not _is_last(input, dim) else fold(input.steps)
     return folded if folded is not None and folded.normalised is normalised else None
 
 

@@ -11,13 +11,13 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
 from lowtide.models import eligibility
-from lowtide.models.adapters import is_lora, saved_module
-from lowtide.models.head_call import HeadCall, HeadWork, LossState, Running, head_call, why_not_patch_head
+from lowtide.models.adapters import saved_module
+from lowtide.models.head_call import HeadCall, HeadWork, LossState, Running, why_not_patch_head
 from lowtide.models.instance import (
     give_class,
     is_on_top,
@@ -28,7 +28,7 @@ from lowtide.models.instance import (
     with_forward,
 )
 from lowtide.models.lazy_logits import LazyLogits
-from lowtide.models.report import NOT_CALLED, ONE_TOKEN, WITHOUT_LABELS
+from lowtide.models.report import NOT_CALLED, WITHOUT_LABELS
 
 STATE = "_lowtide_patch"
 LOSS = "loss"
@@ -70,7 +70,7 @@ def adopt_head(model: Any, state: LossState) -> None:
     name = "-" if head is None else next((name for name, child in model.named_modules() if child is head), "")
     if why_not is None and not known:
         give_class(head, LOSS, _head_overrides)
-    outcome = _FUSED + ", LoRA with it" * is_lora(head) if why_not is None else f"left as it is: {why_not}"
+    outcome = _FUSED if why_not is None else f"left as it is: {why_not}"
     state.report.add("loss", name, outcome, patched=why_not is None)
 
 
@@ -182,13 +182,11 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
                 running.called = True
             return logits
         running.called, state = True, running.state
-        call: HeadCall | str = ONE_TOKEN
-        # of each sequence [..., T, D], as in generation
-        if not (running.scores and isinstance(input, Tensor) and input.dim() > 1 and input.shape[-2] == 1):
-            call = head_call(self, (input, *args), kwargs, running)
-        if isinstance(call, str):
-            state.report.count_materialised(call)
+        why_not = eligibility.why_not_lazy(self, (input, *args), kwargs, scores=running.scores)
+        if why_not is not None:
+            state.report.count_materialised(why_not)
             return base.forward(self, input, *args, **kwargs)
+        call = HeadCall(self, input, running)
         if state.gathered is None:
             state.gathered = Kept(call.tensors) if call.partitioned else Gathered(self)
         return LazyLogits.of(call)

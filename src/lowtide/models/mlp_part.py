@@ -103,7 +103,7 @@ def _layers(mlp: nn.Module) -> _Layers | str:
     layers: list[AdaptedLinear] = []
     others = [*children_beside(mlp, WEIGHTS)]
     for name in _names(mlp):
-        layer = adapted_linear(getattr(mlp, name), four_bit=True)
+        layer = adapted_linear(getattr(mlp, name))
         if isinstance(layer, str):
             return f"{name} {layer}"
         layers.append(layer)

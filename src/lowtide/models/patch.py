@@ -42,10 +42,10 @@ def patch(
     wherever it is computed, is then `lowtide.linear_cross_entropy` of the hidden states; gathered log-probabilities,
     logsumexp and argmax need no logits either. Anything else that reads the logits (``outputs.logits`` later, another
     loss, a metric) gets real ones, built on first use and counted in the report. The loss uses float32 logits, even if
-    the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain, with
-    peft's LoRA or in its modules_to_save; others (other adapters, quantised weights, tensor parallelism) stay
-    unmodified, and the report says why. ``torch.compile`` of the model has a graph without logits for the same losses.
-    With ``scoring`` calls without labels return lazy logits too, except those for one token of each sequence, as in
+    the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain
+    or in peft's modules_to_save; others (adapters, quantised weights, tensor parallelism) stay unmodified, and the
+    report says why. Under ``torch.compile`` the model's own forward runs in eager, and what it calls is compiled. With
+    ``scoring`` calls without labels return lazy logits too, except those for one token of each sequence, as in
     generation.
 
     The other parts: of modules whose forward is transformers' own code, and of classes in ``fuse``, lowtide runs the

@@ -91,5 +91,4 @@ class PatchReport:
 
 # Reasons for building logits.
 NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
-ONE_TOKEN = "one token of each sequence, as in generation"
 WITHOUT_LABELS = "the model was called in training without labels, shift_labels and num_items_in_batch"
