@@ -9,7 +9,6 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ KINDS = {  # the class that makes a model of the kind, and its title
     "image-text": ("AutoModelForImageTextToText", "Images and text"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "Sequence to sequence"),
 }
+LOSS, LOGITS = "the loss", "the logits"
+Results = dict[str, Tensor | None]  # these, and gradients by the names of their parameters
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
 CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
 COMPARED = (FUSED, FELL_BACK, DIFFERENT)
@@ -44,7 +45,7 @@ def types(kind: str) -> list[str]:
 
 
 def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
-    """Return a type's row: ``status``, ``why``, ``cases``, ``parts`` and ``tolerances`` (of loss and gradients)."""
+    """Return a type's row: ``status``, ``why``, ``cases``, ``parts`` and ``tolerances`` (the loss's, the median)."""
     try:
         make, extra = maker(kind, model_type, seed)
     except Exception as error:
@@ -125,8 +126,8 @@ def cases(model: Any, seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
-    """Return the model's outputs and every gradient of its loss."""
+def run(model: Any, inputs: dict[str, Any]) -> tuple[Results, Any]:
+    """Return the model's loss with every gradient of it, by its parameter's name, and the outputs."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     outputs = model(**inputs)
@@ -135,7 +136,13 @@ def run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | Non
     outputs.loss.backward()
     if not torch.isfinite(outputs.loss):
         raise ValueError(f"the loss is {outputs.loss.item()}")
-    return outputs, {name: p.grad for name, p in model.named_parameters()}
+    return {LOSS: outputs.loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}, outputs
+
+
+def logits_of(outputs: Any) -> Results:
+    """Return the logits, read: none where the model has another form of them."""
+    logits = getattr(outputs, "logits", None)
+    return {LOGITS: logits.positive().detach() if isinstance(logits, Tensor) else None}
 
 
 def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -144,7 +151,7 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
     noise = noise_of(stock, make(), {**batch(seed), **extra})
     found: dict[str, Any] = {
         "parts": {part: sum(r.count for r in (row, *row.more) if r.patched) for part, row in report.parts.items()},
-        "tolerances": (noise.loss, sorted(noise.gradients.values())[len(noise.gradients) // 2]),
+        "tolerances": (noise[LOSS], sorted(noise.values())[len(noise) // 2]),
     }
     results: dict[str, str] = {}
     built = sighted = False
@@ -153,18 +160,18 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
         failed = "not for this type"
         try:
             with track_allocations() as seen_stock:
-                expected = run(stock, {**inputs, **extra})
+                expected, stock_outputs = run(stock, {**inputs, **extra})
             failed = DIFFERENT
             with track_allocations() as seen:
-                got = run(model, {**inputs, **extra})
+                got, outputs = run(model, {**inputs, **extra})
         except Exception as error:
             results[name] = f"{failed}: {_reason(error)}"
             continue
-        wrong = difference(got, expected, noise)
         sighted |= name == "labels" and bool(rows_of_logits(seen_stock, stock))
         built |= bool(rows_of_logits(seen, stock)) or report.calls_materialised > before
-        if wrong is None and name == "labels":
-            wrong = _read_after(got[0], expected[0], noise)
+        if name == "labels":
+            got, expected = got | logits_of(outputs), expected | logits_of(stock_outputs)
+        wrong = difference(got, expected, noise)
         results[name] = "equal" if wrong is None else f"{DIFFERENT}: {wrong}"
         _save_less(model)  # in the batches behind the first
     status, why = _status(results, report, built=built, sighted=sighted)
@@ -195,77 +202,46 @@ def _status(results: dict[str, str], report: lowtide.PatchReport, *, built: bool
 READ_AFTER = "read by TensorBase.positive"
 
 
-def _read_after(found: Any, expected: Any, noise: Noise) -> str | None:
-    """Return how logits that are read after the loss differ, None where they do not."""
-    logits, stock = (getattr(outputs, "logits", None) for outputs in (found, expected))
-    if not isinstance(stock, Tensor):
-        return None
-    if not isinstance(logits, Tensor) or logits.shape != stock.shape or logits.dtype != stock.dtype:
-        return "the logits read after the loss have another shape or dtype"
-    error = (logits.positive() - stock).abs().max().item()
-    return None if error <= noise.logits else f"the logits read after the loss differ by {error:.1e}"
+def noise_of(stock: Any, shaken: Any, inputs: dict[str, Any]) -> dict[str, float]:
+    """Return what rounding may do to each result, relative to its largest value.
 
-
-@dataclass(frozen=True)
-class Noise:
-    """What rounding may do to a model's results: the tolerances.
-
-    Attributes:
-        loss: of the loss, absolute.
-        logits: of the logits, absolute.
-        gradients: of each gradient, by its parameter's name; relative to its largest entry.
-        floor: of any gradient, relative to the largest entry of all.
+    `FACTOR` times what one ulp more or less in each weight does, and a few ulps.
     """
-
-    loss: float
-    logits: float
-    gradients: dict[str, float]
-    floor: float = 16 * ULP
-
-
-def noise_of(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:
-    """Return `FACTOR` times what one ulp more or less in each weight changes, and a floor of a few ulps."""
-    outputs, gradients = run(stock, inputs)
-    gradients = {name: g if g is None else g.clone() for name, g in gradients.items()}
+    results, outputs = run(stock, inputs)
+    results |= logits_of(outputs)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in shaken.parameters():
             p.mul_(1 + ULP * (2.0 * torch.randint(0, 2, p.shape, generator=generator) - 1))
-    other, shaken_gradients = run(shaken, inputs)
-    relative = {}
-    for name, g in gradients.items():
-        again = shaken_gradients[name]
-        largest = _largest(g)
-        moved = 0.0 if g is None or again is None else _largest(again - g)
-        relative[name] = FACTOR * (moved / largest if largest else 0.0) + 16 * ULP
-    loss = FACTOR * abs(float(other.loss - outputs.loss)) + 16 * ULP * abs(float(outputs.loss))
-    logits = 0.0
-    if isinstance(getattr(outputs, "logits", None), Tensor):
-        logits = FACTOR * _largest(other.logits - outputs.logits) + 16 * ULP * _largest(outputs.logits)
-    return Noise(loss, logits, relative)
+    others, outputs = run(shaken, inputs)
+    others |= logits_of(outputs)
+    noise = {}
+    for name, t in results.items():
+        other, most = others[name], _largest(t)
+        moved = 0.0 if t is None or other is None or not most else _largest(other - t) / most
+        noise[name] = FACTOR * moved + 16 * ULP
+    return noise
 
 
 def _largest(t: Tensor | None) -> float:
     return 0.0 if t is None else t.abs().max().item()
 
 
-def difference(found: Any, expected: Any, noise: Noise) -> str | None:
-    """Return the first way in which outputs and gradients differ by more than rounding does, None where they agree."""
-    (outputs, gradients), (stock, stock_gradients) = found, expected
-    error = abs(float(outputs.loss) - float(stock.loss))
-    if not error <= noise.loss:
-        return f"the loss {float(outputs.loss):.7g} is not {float(stock.loss):.7g}"
-    largest = max(map(_largest, stock_gradients.values()), default=0.0)
-    for name, g in stock_gradients.items():
-        got = gradients[name]
-        if (got is None) != (g is None):
-            return f"{name} has {'no' if got is None else 'a'} gradient"
-        if g is None or got is None:
+def difference(results: Results, stock: Results, noise: dict[str, float]) -> str | None:
+    """Return the first result that differs by more than rounding does, None where all agree."""
+    largest = max((_largest(t) for name, t in stock.items() if name not in (LOSS, LOGITS)), default=0.0)
+    for name, expected in stock.items():
+        got = results[name]
+        if got is None or expected is None:
+            if got is not expected:
+                return f"{name} is {'None' if got is None else 'not None'}"
             continue
-        error = _largest(got - g)
-        allowed = noise.gradients[name] * _largest(g) + noise.floor * largest
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            return f"{name}: {got.dtype} {list(got.shape)} for {expected.dtype} {list(expected.shape)}"
+        floor = 0.0 if name in (LOSS, LOGITS) else 16 * ULP * largest
+        error, allowed = _largest(got - expected), noise[name] * _largest(expected) + floor
         if not error <= allowed:
-            return f"the gradient of {name} differs by {error:.1e} of {_largest(g):.1e}, allowed {allowed:.1e}"
+            return f"{name} differs by {error:.1e} of {_largest(expected):.1e}, allowed {allowed:.1e}"
     return None
 
 

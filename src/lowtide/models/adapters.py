@@ -56,8 +56,6 @@ class AdaptedLinear(NamedTuple):
 def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
     """Return what a call of ``module`` would run, or why that is not a linear layer with LoRA or without."""
     layer = saved_module(module)
-    if isinstance(layer, str):
-        return layer
     base: Any = layer
     adapter: LowRankAdapter | str | None = None
     around: tuple[nn.Module, ...] = () if layer is module else (module,)
@@ -83,14 +81,12 @@ def why_not_plain(layer: nn.Module, adapted: bool = False) -> str | None:
     return f"is {lora}a {kind}, not {on}a plain torch.nn.Linear"
 
 
-def saved_module(module: nn.Module) -> nn.Module | str:
-    """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
-    if not {"original_module", "modules_to_save"} <= children_of(module).keys():
+def saved_module(module: nn.Module) -> nn.Module:
+    """Return what a layer of peft's modules_to_save would call now; any other module itself, and one with hooks."""
+    if not {"original_module", "modules_to_save"} <= children_of(module).keys() or not _is_own(module, _SAVED):
         return module
-    if not _is_own(module, _SAVED):
-        return f"is a {type(module).__name__}, not a layer of modules_to_save of peft's"
     if has_hooks(module) or "forward" in vars(module):
-        return "is a layer of modules_to_save with hooks or a forward of its own"
+        return module
     layer: Any = module
     active = list(layer.active_adapters)
     stock = layer.disable_adapters or not active or any(name not in layer._adapters for name in active)

@@ -80,16 +80,20 @@ def undecorated(forward: Any) -> FunctionType | None:
     None where a decorator of another package is around it: what that does to a call is unknown.
     """
     while isinstance(forward, FunctionType) and hasattr(forward, "__wrapped__"):
-        if not forward.__globals__.get("__name__", "").startswith("transformers.") or not _has_in_closure(forward):
+        holds = any(cell.cell_contents is forward.__wrapped__ for cell in forward.__closure__ or ())
+        if not holds or not forward.__globals__.get("__name__", "").startswith("transformers."):
             return None
         forward = forward.__wrapped__
     return forward if isinstance(forward, FunctionType) else None
 
 
-def redecorated(forward: Any, below: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a decorator that `undecorated` finds around a function, around ``below`` instead."""
-    cells = (CellType(below) if cell.cell_contents is forward.__wrapped__ else cell for cell in forward.__closure__)
-    return copied(forward, forward.__globals__, tuple(cells))
+def redecorated(forward: Any, inner: Any, change: Callable[[Any], Any] = lambda function: function) -> Any:
+    """Return ``inner`` beneath the decorators that `undecorated` finds around ``forward``, after ``change`` of each."""
+    if hasattr(forward, "__wrapped__"):
+        below = redecorated(forward.__wrapped__, inner, change)
+        cells = (CellType(below) if cell.cell_contents is forward.__wrapped__ else cell for cell in forward.__closure__)
+        inner = copied(forward, forward.__globals__, tuple(cells))
+    return change(inner)
 
 
 def copied(function: FunctionType, namespace: dict[str, Any], closure: Any) -> FunctionType:
@@ -104,10 +108,6 @@ def is_code_of(forward: Any, *packages: str) -> bool:
     """Whether a function, beneath decorators of transformers, is of a module whose name starts so."""
     plain = undecorated(forward)
     return plain is not None and plain.__globals__.get("__name__", "").startswith(packages)
-
-
-def _has_in_closure(decorated: Any) -> bool:
-    return any(cell.cell_contents is decorated.__wrapped__ for cell in decorated.__closure__ or ())
 
 
 def take_class_back(module: nn.Module) -> None:

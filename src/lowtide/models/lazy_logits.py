@@ -194,16 +194,6 @@ class LazyLogits(Tensor):
             )
         self.call.hooked = True
 
-    def _can_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a result computed now has a graph exactly if gradients were recorded for these logits and are now.
-
-        Another argument that requires a gradient would give it one.
-        """
-        if self.grad_mode or not torch.is_grad_enabled():
-            return True
-        others = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, LazyLogits))
-        return not self.is_cut and not any(x.requires_grad for x in others)
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -231,7 +221,7 @@ class LazyLogits(Tensor):
             if func in _METADATA or distributed or (func == _BASE and lazy.viewed is None):
                 with _as_plain():
                     return func(*args, **kwargs)
-            if func in OPERATIONS and lazy._can_record(args, kwargs):
+            if func in OPERATIONS and not (lazy.is_cut and torch.is_grad_enabled()):
                 with torch.set_grad_enabled(lazy.grad_mode and torch.is_grad_enabled()):
                     result = _operate(func, args, kwargs)
                 if result is not NotImplemented:

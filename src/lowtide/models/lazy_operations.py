@@ -99,8 +99,8 @@ def _add(input: LazyLogits, other: Any) -> Any:
         return NotImplemented
     if other.numel() != input.shape[-1] or other.shape[-1] != input.shape[-1]:
         return NotImplemented
-    trained, weight = other.requires_grad and torch.is_grad_enabled(), input.call.linked[1]
-    if trained or weight is None or other.dtype != weight.dtype or other.device != input.device:
+    weight = input.call.linked[1]
+    if other.requires_grad or weight is None or other.dtype != weight.dtype or other.device != input.device:
         return NotImplemented
     like = torch.empty_like(input.meta(), dtype=torch.promote_types(input.dtype, other.dtype))
     bias = other.detach().flatten().clone()

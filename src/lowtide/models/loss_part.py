@@ -54,39 +54,31 @@ _running: ContextVar[Running | None] = ContextVar("lowtide_running", default=Non
 
 def adopt_head(model: Any, state: LossState) -> None:
     """Give the model's present output embedding lazy logits; one before it, if it was replaced, keeps them."""
-    outer: Any = model.get_output_embeddings()
-    found = None if outer is None else saved_module(outer)
-    head: Any = outer if isinstance(found, str) else found
-    known = head is not None and part_of(head) == LOSS  # also a copy, or the head of another patched model
-    if known and head is state.head:
+    outer = model.get_output_embeddings()
+    head: Any = None if outer is None else saved_module(outer)
+    if head is not None and head is state.head and part_of(head) == LOSS:
         return
     why_not = None
-    if not known:
+    if part_of(head) != LOSS:  # else a copy, or the head of another patched model
         for module in () if head is None else head.modules():
             if part_of(module) == LOSS and is_on_top(module):  # the head before, which has got adapters
                 take_class_back(module)
         why_not = why_not_patch_head(model, head)
-    state.head, state.why_not = None if why_not is not None else head, why_not
+        if why_not is None:
+            give_class(head, LOSS, _head_overrides)
+    state.head, state.why_not = head if why_not is None else None, why_not
     name = "-" if head is None else next((name for name, child in model.named_modules() if child is head), "")
-    if why_not is None and not known:
-        give_class(head, LOSS, _head_overrides)
     outcome = _FUSED if why_not is None else f"left as it is: {why_not}"
     state.report.add("loss", name, outcome, patched=why_not is None)
-
-
-def _eager(forward: Any) -> Any:
-    """Return a forward of which torch.compile compiles only what it calls; each decorator is left out by itself."""
-    if hasattr(forward, "__wrapped__"):
-        forward = redecorated(forward, _eager(forward.__wrapped__))
-    return _not_compiled(forward, recursive=False)
 
 
 def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     """Return what a patched model does differently from ``base``."""
     names = list(inspect.signature(base.forward).parameters)
     labels_at = [(name, names.index(name) - 1 if name in names else None) for name in eligibility.LABELS]
-    stock = base.forward
-    eager = stock if undecorated(stock) is None else _eager(stock)
+    stock, plain = base.forward, undecorated(base.forward)
+    # of which torch.compile compiles only what they call; each decorator is left out by itself
+    eager = stock if plain is None else redecorated(stock, plain, functools.partial(_not_compiled, recursive=False))
 
     def is_awaited(args: Any, kwargs: Any) -> bool:
         return any(

@@ -157,23 +157,12 @@ def overrides(base: Any, forms: _Forms, code: tuple[int, ...]) -> dict[str, Any]
 
     ``code`` are the ids of its forward and its globals: a class is made for each, so that `patch` again takes new ones.
     """
-    decorated, stock = base.forward, undecorated(base.forward)
+    stock = undecorated(base.forward)
     assert stock is not None
     # Without the module's name torch.compile looks names up here, and not in the module.
     own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
     own |= {name: _rotation(own[name], form) for name, form in forms}
-    rotating = _around(decorated, copied(stock, own, stock.__closure__))
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = rotating if base.forward is decorated else base.forward
-        return run(self, *args, **kwargs)
-
-    return with_forward(base, forward)
-
-
-def _around(forward: Any, rotating: Any) -> Any:
-    """Return ``rotating`` beneath the decorators of ``forward``."""
-    return redecorated(forward, _around(forward.__wrapped__, rotating)) if hasattr(forward, "__wrapped__") else rotating
+    return with_forward(base, redecorated(base.forward, copied(stock, own, stock.__closure__)))
 
 
 def _rotation(stock: Any, form: _Form) -> Any:
