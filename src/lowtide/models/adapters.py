@@ -57,14 +57,15 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
     """Return what a call of ``module`` would run, or why that is not a linear layer with LoRA or without."""
     layer = saved_module(module)
     base: Any = layer
-    adapter: LowRankAdapter | str | None = None
+    adapter: LowRankAdapter | None = None
     around: tuple[nn.Module, ...] = () if layer is module else (module,)
     if is_lora(layer):
         if not _is_own(layer, _LORA):
             return f"is a {type(layer).__name__}, not the LoRA layer of a plain torch.nn.Linear"
-        base, adapter = children_of(layer)["base_layer"], _active(layer)
-        if isinstance(adapter, str):
-            return adapter
+        active = _active(layer)
+        if isinstance(active, str):
+            return active
+        base, adapter = children_of(layer)["base_layer"], active
         around += (layer,) if adapter is None else (layer, adapter.dropout)
     why_not = _why_not_packed(base) if _is_four_bit(base) else why_not_plain(base, is_lora(layer))
     return why_not or AdaptedLinear(base, adapter, around, _is_four_bit(base))

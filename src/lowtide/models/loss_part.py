@@ -56,10 +56,11 @@ def adopt_head(model: Any, state: LossState) -> None:
     """Give the model's present output embedding lazy logits; one before it, if it was replaced, keeps them."""
     outer = model.get_output_embeddings()
     head: Any = None if outer is None else saved_module(outer)
-    if head is not None and head is state.head and part_of(head) == LOSS:
+    known = head is not None and part_of(head) == LOSS  # also a copy, or the head of another patched model
+    if known and head is state.head:
         return
     why_not = None
-    if part_of(head) != LOSS:  # else a copy, or the head of another patched model
+    if not known:
         for module in () if head is None else head.modules():
             if part_of(module) == LOSS and is_on_top(module):  # the head before, which has got adapters
                 take_class_back(module)
