@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,7 +27,7 @@ from lowtide.bench.stats import stats_case
 from lowtide.errors import UnsupportedError
 from lowtide.measure.timing import time_side_by_side
 from promises import promise
-from support import relative_error
+from support import oracle, relative_error, stats_oracle
 
 pytestmark = promise("commands")
 N, D, V = 75, 12, 130
@@ -45,34 +44,16 @@ def case_of(work: str) -> Any:
     return mean if work == "mean" else stats_case(mean, work)
 
 
-def loss_in_float64(case: Case, z: Tensor) -> Values:
-    return (F.cross_entropy(z, case.y, reduction="none"),)
-
-
-def stats_in_float64(case: Case, z: Tensor) -> Values:
-    distribution = torch.distributions.Categorical(logits=z)
-    values = {
-        "logprob": distribution.log_prob(case.y.view(len(z), -1).T).T.view_as(case.y),
-        "entropy": distribution.entropy(),
-    }
-    return tuple(values[name] for name in case.names)
-
-
-CASES: dict[str, tuple[Callable[..., Values], dict[str, Peer]]] = {
-    "mean": (loss_in_float64, PEERS),
-    **dict.fromkeys(WORKS, (stats_in_float64, STATS_PEERS)),
-}
-
-
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=["mean", *WORKS])
 def reference(request: pytest.FixtureRequest) -> tuple[Any, Values, list[Tensor | None], dict[str, Peer]]:
     """A case, its values and the gradients of its leaves in float64, and its peers."""
-    in_float64, peers = CASES[request.param]
     case = case_of(request.param)
-    leaves = [leaf.detach().double().requires_grad_(bool(case.upstream)) for leaf in case.leaves]
-    values = in_float64(case, leaves[0] @ leaves[1].T)
+    x, w = leaves = [leaf.detach().double().requires_grad_(bool(case.upstream)) for leaf in case.leaves]
+    stats = stats_oracle(x, w, case.y) | {"loss": oracle(x, w, case.y.view(N, -1)[:, 0], reduction="none")}
+    values = [stats[name] for name in case.names]
     if case.upstream:
         sum((up.double() * value).sum() for up, value in zip(case.upstream, values, strict=True)).backward()
+    peers = PEERS if request.param == "mean" else STATS_PEERS
     return case, tuple(value.detach() for value in values), [leaf.grad for leaf in leaves], peers
 
 

@@ -322,6 +322,7 @@ FUNCTIONS = {
             "num_items": [None, 7, 2.5, "tensor"],
             "shift": [False, True],
             "reduction": ["mean", "sum", "none"],
+            "ignored_tokens": ["auto", "compute", "skip", "drop"],
         },
         busy={"weight": True, "label_smoothing": 0.1, "z_loss": 0.1, "token_weight": True, "shift": True,
               "softcap": 3.0, "logit_scale": "trained"},

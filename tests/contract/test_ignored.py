@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -167,15 +166,3 @@ def test_an_upstream_that_is_not_finite_reaches_tokens_that_count_alone(
             ids = kwargs["support"][kept]
             listed = ids[ids >= 0].unique()
         assert all(g[listed].isfinite().double().mean() < 0.02 for g in of_weight)  # a sum that rounds to 0 may stay 0
-
-
-@pytest.mark.parametrize("gradient", ["forward", "recompute"])
-@pytest.mark.parametrize("ignored_tokens", ["auto", "skip", "drop", "compute"])
-def test_every_way_with_them_gives_the_same(ignored_tokens: str, gradient: str) -> None:
-    kwargs = HEADS["mean"].arguments((3, 7), dtype=torch.float32, ignored="some", ignored_tokens=ignored_tokens,
-                                     gradient=gradient)  # fmt: skip
-    wide = in_float64(kwargs)
-    want = torch.autograd.grad(HEADS["mean"].truth(wide)[""], [wide[n] for n in LEAVES])
-    got = torch.autograd.grad(HEADS["mean"].run(kwargs)[""], leaves(kwargs))
-    for g, e in zip(got, want, strict=True):
-        assert relative_error(g, e) < 1e-5

@@ -89,7 +89,9 @@ def test_a_step_hangs_together(impl: str, policy: str, phases: list[str], settin
 
 
 @pytest.mark.parametrize(("impl", "policy"), [("lowtide", "attention"), ("lowtide", "all-mlp1"), ("stock", "input")])
-def test_looking_changes_nothing(impl: str, policy: str, settings: dict[str, Any]) -> None:
+def test_looking_changes_nothing_and_misses_no_byte(
+    impl: str, policy: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Hooks in the wrong place make modules run other code: the same step takes other memory then."""
     model = build_model(Variant(impl=impl, policy=policy), model_config(settings["model"]), torch.float32, CPU, seed=3)
     optimizer = make_optimizer("adamw", list(model.parameters()))
@@ -112,6 +114,11 @@ def test_looking_changes_nothing(impl: str, policy: str, settings: dict[str, Any
         watched.step()
     assert recorded.peak_bytes == seen.peak_bytes
     assert [event.bytes for event in recorded.events] == [event.bytes for event in seen.events]
+    parameters = sum(p.nbytes for p in model.parameters())
+    peak = watched.record(str(tmp_path / "step"), [])["peak"]
+    assert round(peak["owners_gib"]["weights"] * 2**30) == parameters
+    before = sum(round(peak["owners_gib"][owner] * 2**30) for owner in ("weights", "optimizer", "other"))
+    assert round(peak["gib"] * 2**30) == before + seen.peak_bytes, (peak, before, seen.peak_bytes)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
