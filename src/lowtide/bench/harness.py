@@ -111,7 +111,7 @@ def begin(
 
 def write_json(file: Path, result: Row) -> None:
     """Write or replace a result."""
-    text = json.dumps(result, indent=1, allow_nan=False, default=str) + "\n"
+    text = json.dumps(result, indent=1, default=str) + "\n"
     replace(file, lambda beside: beside.write_text(text))
 
 

@@ -44,13 +44,13 @@ def language_part(config: Any) -> Any:
     return text
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device, *, seed: int = 0, **more: Any) -> Any:
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> Any:
     """Return transformers' causal language model of a config with random weights, ready to train."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **more).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     model.config.use_cache = False
     return model
 

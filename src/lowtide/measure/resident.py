@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -22,11 +21,11 @@ def resident_bytes() -> int:
     """
     if (value := _field_bytes(_STATUS, "VmRSS")) is not None:
         return value
-    try:
+    with suppress(ImportError):
         import psutil
-    except ImportError:
-        return 0
-    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+        return int(psutil.Process().memory_info().rss)
+    return 0
 
 
 def peak_resident_bytes() -> int:
@@ -53,14 +52,13 @@ def available_bytes() -> int:
     The minimum of what the machine has available (Linux's MemAvailable, elsewhere psutil's) and of what is left in the
     control groups of a container or a scheduler, whose file cache does not count as used.
     """
-    machine = _field_bytes(_MEMINFO, "MemAvailable")
-    if machine is None:
-        try:
-            import psutil
-        except ImportError:
-            return 0
+    if (machine := _field_bytes(_MEMINFO, "MemAvailable")) is not None:
+        return min(machine, _left_in_cgroup(machine))
+    with suppress(ImportError):
+        import psutil
+
         return int(psutil.virtual_memory().available)
-    return min(machine, _left_in_cgroup(machine))
+    return 0
 
 
 def _left_in_cgroup(unlimited: int) -> int:
@@ -75,13 +73,11 @@ def _left_in_cgroup(unlimited: int) -> int:
         ("memory", _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         for folder in _groups(root, controllers):
-            try:
+            with suppress(OSError, ValueError):
                 most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
                 fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):
-                continue
-            if most.isdigit():  # without a limit: "max" in version 2, a number near 2**63 in version 1
-                left.append(max(int(most) - used + int(fields.get(cache, 0)), 0))
+                if most.isdigit():  # without a limit: "max" in version 2, a number near 2**63 in version 1
+                    left.append(max(int(most) - used + int(fields.get(cache, 0)), 0))
     return min(left)
 
 
@@ -106,12 +102,8 @@ def reset_cuda_peak() -> None:
 
 def _field_bytes(file: Path, name: str) -> int | None:
     """Return a field in kB of a file of /proc, in bytes; None if there is no such file or field."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        field, _, rest = line.partition(":")
-        if field == name:
-            return int(rest.split()[0]) * 1024
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
     return None

@@ -82,17 +82,13 @@ def tables(result: Row) -> list[Cells]:
     }
     found = [_cells(f"peak, {unit}", drawn, memory)]
     if whole := [row for row in drawn if "seconds" in row]:
-
-        def loss(row: Row, step: int) -> str:
-            return "not finite" if row["losses"][step] is None else f"{row['losses'][step]:.4f}"
-
         times: dict[str, list[Any]] = {
             **{text: [row["time_by_kind_ms"][kind] for row in whole] for kind, text in KINDS.items()},
             "step": [row["seconds"] * 1e3 for row in whole],
             "of the first": [f"{row['seconds'] / whole[0]['seconds']:.3f}" for row in whole],
             "tokens/s": [f"{row['tokens_per_s']:,.0f}" for row in whole],
-            "loss, first step": [loss(row, 0) for row in whole],
-            "loss, last step": [loss(row, -1) for row in whole],
+            "loss, first step": [f"{row['losses'][0]:.4f}" for row in whole],
+            "loss, last step": [f"{row['losses'][-1]:.4f}" for row in whole],
         }
         found.append(_cells("time, ms", whole, times))
     activations = {name: sizes((peak["activations_gib"] for peak in peaks), name) for name in layers}

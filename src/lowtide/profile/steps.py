@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -79,31 +78,29 @@ class Steps:
 
     def run(self, stem: str) -> dict[str, Any]:
         """Return the results of all steps; the files' paths begin with ``stem``."""
-        warm, timed, failed = self.settings["warm"], list[list[float]](), ""
+        timed, failed = list[list[float]](), ""
         release(self.device)
-        reset_cuda_peak()
-        for i in range(warm + self.settings["steps"]):
-            if i == warm:
+        for i in range(-self.settings["warm"], self.settings["steps"]):
+            if i <= 0:
                 reset_cuda_peak()
             if failed := self.attempt():
                 break
-            if i >= warm:
+            if i >= 0:
                 timed.append(self.marks.lengths_ms())
-        result: dict[str, Any] = {}
+        losses = [loss.item() for loss in self.losses]
+        result = {"losses": losses, "loss": losses[0] if losses else None}
         if self.device.type == "cuda":
             allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            result = {"allocated_gib": gib(allocated), "reserved_gib": gib(reserved)}
-        losses = [value if math.isfinite(value) else None for value in (loss.item() for loss in self.losses)]
-        result |= {"losses": losses, "loss": losses[0] if losses else None}
+            result |= {"allocated_gib": gib(allocated), "reserved_gib": gib(reserved)}
         for name, parameters in (("parameters", self.model.parameters()), ("trained_parameters", self.trained)):
             result[name] = sum(p.numel() for p in parameters)
-        steps_ms = list(map(sum, timed))
-        median = [] if failed else timed[steps_ms.index(statistics.median_low(steps_ms))]
-        result |= self.record(stem, median)
         if failed:
-            return {**result, "failed": failed}
+            return {**result, **self.record(stem, []), "failed": failed}
+        steps_ms = list(map(sum, timed))
+        median = timed[steps_ms.index(statistics.median_low(steps_ms))]
         seconds = sum(median) / 1e3
-        return {**result, "steps_ms": steps_ms, "seconds": seconds, "tokens_per_s": self.ids.numel() / seconds}
+        speed = {"steps_ms": steps_ms, "seconds": seconds, "tokens_per_s": self.ids.numel() / seconds}
+        return {**result, **self.record(stem, median), **speed}
 
     def record(self, stem: str, lengths_ms: list[float]) -> dict[str, Any]:
         """Return the recording of one more step, its phases as long as in the one without; write its files.
