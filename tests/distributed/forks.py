@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
 import json
 import os
 import runpy
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -124,14 +123,8 @@ def shared() -> Ranks:
     return ranks
 
 
-def _wait_for_end(process: int, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while psutil.pid_exists(process) and time.monotonic() < until:
-        time.sleep(0.01)
-
-
-def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> None:
-    """Be one of the ranks, the ``first`` of which is that process: never returns."""
+def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
+    """Be one of the ranks: never returns."""
     status = 1
     try:
         for name, number in (("out", 1), ("err", 2)):
@@ -155,39 +148,28 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             status = 0
         else:
             from lowtide import cli
-            from lowtide.train import ranks
 
-            if rank:  # wait no longer than until the first rank has ended
-                seconds = ranks._FIRST_REPORTS_SECONDS
-                vars(cli)["let_first_report"] = lambda: _wait_for_end(first, seconds)
             status = cli.main(job["argv"])
     except SystemExit as ended:
         status = int(ended.code or 0)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
-        if job["env"].get("FINALISE"):
-            ctypes.pythonapi.Py_Exit(status)
         os._exit(status)  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
 
 
 def _run(job: dict[str, Any]) -> Ended:
-    folder = Path(tempfile.mkdtemp())  # no TemporaryDirectory, which a finalised rank would remove
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the first rank can listen there, and none else
-    held.bind(("127.0.0.1", 0))
-    port = held.getsockname()[1]
-    try:
-        pids = list[int]()
+    with tempfile.TemporaryDirectory() as name, socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the first rank alone can listen there
+        held.bind(("127.0.0.1", 0))
+        folder, pids = Path(name), list[int]()
         for rank in range(job["ranks"]):
             pid = os.fork()
             if pid == 0:
-                _be(rank, job, port, folder, pids[0] if rank else os.getpid())
+                _be(rank, job, held.getsockname()[1], folder)
             pids.append(pid)
         until, statuses = time.monotonic() + job["seconds"], dict[int, int]()
         while len(statuses) < len(pids):
@@ -200,9 +182,6 @@ def _run(job: dict[str, Any]) -> Ended:
             time.sleep(0.02)
         texts = [[(folder / f"{kind}{rank}").read_text() for rank in range(job["ranks"])] for kind in ("out", "err")]
         return Ended([statuses[pid] for pid in pids], *texts)
-    finally:
-        held.close()
-        shutil.rmtree(folder)
 
 
 # What ranks import on their way.

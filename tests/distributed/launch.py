@@ -6,7 +6,6 @@ A file of cases calls `main(vars())`, a test `check_all(file, ranks)`. What a ca
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -24,13 +23,12 @@ import torch
 import torch.distributed as dist
 
 import interpreter
-from distributed.forks import python_path, shared
+from distributed.forks import Ended, python_path, shared
 
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
 PATIENCE = 300 if DEVICE == "cpu" else 120  # seconds that a rank waits for the others, which may compile kernels
 THOROUGH = DEVICE != "cpu" or "THOROUGH" in os.environ  # with --slow: whole products of options, not pairs of them
 SEED = int(os.environ.get("SEED", "0"))  # small: added to the seeds of models, batches and arguments
-RIGHT = "right"
 MODEL = ("accelerate.utils", "lowtide.models.patch", "lowtide.memory.apply", "transformers.models.llama.modeling_llama")
 MODULES = {  # which take long to import: of files and of cases, before they are forked
     **dict.fromkeys(("fsdp", "context_parallel", "data", "plan"), MODEL),
@@ -43,15 +41,14 @@ MODULES = {  # which take long to import: of files and of cases, before they are
 SECONDS = 1200.0  # until the ranks are killed, compiling kernels included, on a busy machine
 
 
-def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> list[str]:
-    """Run on the CPU to the end and return what each rank wrote to its standard error, and how it ended."""
+def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> Ended:
+    """Run on the CPU to the end."""
     of = (file.stem.removesuffix("_cases"), *(arguments[1:] or cases_of(file)))
     modules = [name for one in of for name in MODULES.get(one, ())]
-    ended = shared()(ranks, *arguments, script=file, seconds=SECONDS, modules=modules, **env)
-    return [f"{err}exit status {status}" for status, err in zip(ended.statuses, ended.err, strict=True)]
+    return shared()(ranks, *arguments, script=file, seconds=SECONDS, modules=modules, **env)
 
 
-def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> list[str]:
+def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> Ended:
     """As `_forked`, each rank a process of its own: one that uses CUDA cannot be forked."""
     env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **env}
     started = [
@@ -72,7 +69,7 @@ def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) 
             errors.append(f"a rank did not end within {SECONDS} s")
             for other in started:
                 other.kill()
-    return errors
+    return Ended([process.wait() for process in started], [], errors)
 
 
 def cases_of(file: Path) -> list[str]:
@@ -86,19 +83,12 @@ def check_all(file: Path, ranks: int, only: tuple[str, ...] = (), device: str = 
 
     On "cpu" the ranks use gloo; on "cuda" each has a GPU, and they use NCCL.
     """
-    cases, found = only or cases_of(file), dict[str, str]()
-    assert cases, "nothing was run"
+    assert only or cases_of(file), "nothing was run"
     with tempfile.TemporaryDirectory() as folder:
         run = _forked if device == "cpu" else _started
         env = {"WORLD": str(ranks), "RANKS_DEVICE": device, "SEED": str(torch.initial_seed() % 10**6)}
-        errors = run(file, ranks, [folder, *only], env)
-        for report in sorted(Path(folder).glob("*.jsonl")):
-            for line in report.read_text().splitlines():
-                name, outcome = json.loads(line)
-                found[name] = outcome if found.get(name, RIGHT) == RIGHT else f"{found[name]}\n{outcome}"
-    assert found, "\n".join(errors)
-    wrong = [f"{case}: {outcome}" for case in cases if (outcome := found.get(case, "was not reached")) != RIGHT]
-    assert not wrong, "\n".join([*wrong, *errors])
+        ended = run(file, ranks, [folder, *only], env)
+    assert not any(ended.statuses), ended
 
 
 def check_part(name: str, ranks: int, part: int, parts: int, needed: str = "transformers") -> None:
@@ -117,42 +107,26 @@ def slow(case: Callable[[], None]) -> Callable[[], None]:
 
 
 def main(names: dict[str, Any], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
-    """Be one of the ranks: run the cases among a file's names, or ``only`` some, and write what became of each."""
+    """Be one of the ranks: run the cases among a file's names, or ``only`` some, up to the first that fails."""
     interpreter.speed_up()
-    rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ["WORLD"]), Path(sys.argv[1])
-    store, backend = f"file://{folder}/store", "gloo"
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ["WORLD"])
+    backend, status = "gloo", 1
     if DEVICE == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    patience = timedelta(seconds=PATIENCE)
+    store, patience = f"file://{sys.argv[1]}/store", timedelta(seconds=PATIENCE)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=patience)
     torch.set_num_threads(1)
     warnings.filterwarnings("error", category=UserWarning, module=r"lowtide(\.|\Z)")
-    failed, failures = False, dist.FileStore(f"{folder}/failures", ranks)
-    with (folder / f"{rank}.jsonl").open("w") as report:
-        for name in only or cases_of(Path(names["__file__"])):
-            outcome = RIGHT
-            torch.manual_seed(SEED)
-            try:
-                names[name]()
-                dist.barrier()
-            except BaseException:
-                outcome, failed = f"rank {rank}: {traceback.format_exc()}", True
-            report.write(json.dumps([name, outcome]) + "\n")
-            report.flush()
-            if outcome != RIGHT and not _all_failed(failures, name, rank, ranks):
-                break  # the ranks are no longer at the same place
-    if not failed:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(int(failed))  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
-
-
-def _all_failed(failures: dist.Store, case: str, rank: int, ranks: int) -> bool:
-    """Return whether every rank failed in a case: most likely at one place of it, so that the next one can be tried."""
-    failures.set(f"{case} {rank}", "")
     try:
-        failures.wait([f"{case} {other}" for other in range(ranks)], timedelta(seconds=10))
-    except RuntimeError:
-        return False
-    return True
+        for name in only or cases_of(Path(names["__file__"])):
+            torch.manual_seed(SEED)
+            names[name]()
+            dist.barrier()
+        dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        sys.stderr.write(f"{name}, on rank {rank}: {traceback.format_exc()}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads may still let tensors go, which aborts an interpreter being torn down

@@ -23,8 +23,6 @@ class Batch:
     ref: Tensor
     sampler: Tensor
     entropy: Tensor
-    mean_logit: Tensor
-    lse: Tensor
     sum_sq_prob: Tensor
     divergence: Tensor
     token_advantage: Tensor
@@ -32,8 +30,7 @@ class Batch:
     mask: Tensor
 
     TOKENS = (
-        "logprob", "old", "ref", "sampler", "entropy", "mean_logit", "lse", "sum_sq_prob", "divergence",
-        "token_advantage",
+        "logprob", "old", "ref", "sampler", "entropy", "sum_sq_prob", "divergence", "token_advantage",
     )  # fmt: skip
 
     def kept(self) -> list[list[int]]:
@@ -62,8 +59,6 @@ def batch(
         "ref": old + spread * normal(B, T),
         "sampler": old + spread * normal(B, T),
         "entropy": normal(B, T).abs(),
-        "mean_logit": normal(B, T),
-        "lse": 5 + normal(B, T),
         "sum_sq_prob": torch.rand(B, T, generator=g, dtype=torch.float64) * 0.9 + 0.05,
         "divergence": normal(B, T).abs(),
         "token_advantage": normal(B, T),

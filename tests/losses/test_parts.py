@@ -131,18 +131,13 @@ def test_micro_batches_add_up_to_the_whole_batch() -> None:
 
 def test_sequences() -> None:
     b = batch(4)
-    sums, means, weights = [], [], []
+    sums, means = [], []
     for i, ts in enumerate(b.kept()):
         logs = [b.logprob[i, t].item() for t in ts]
         sums.append(sum(logs))
         means.append(sum(logs) / max(len(ts), 1))
-        over = [b.logprob[i, t].item() - math.log(b.sum_sq_prob[i, t].item()) for t in ts]
-        weights.append(math.exp(sum(over) / max(len(ts), 1)))
     same(losses.sequence_logprobs(b.logprob, b.mask), torch.tensor(sums, dtype=torch.float64))
     same(losses.sequence_logprobs(b.logprob, b.mask, average=True), torch.tensor(means, dtype=torch.float64))
-    got = losses.wpo_weights(b.logprob.clone().requires_grad_(), b.sum_sq_prob.clone().requires_grad_(), b.mask)
-    same(got, torch.tensor(weights, dtype=torch.float64))
-    assert not got.requires_grad
 
 
 def test_focal_is_finite_from_certain_to_impossible() -> None:

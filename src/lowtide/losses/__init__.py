@@ -35,7 +35,7 @@ from lowtide.losses.preference import (
     orpo_loss,
     simpo_loss,
 )
-from lowtide.losses.reduction import reduce_tokens, sequence_logprobs, wpo_weights
+from lowtide.losses.reduction import reduce_tokens, sequence_logprobs
 from lowtide.losses.supervised import (
     dft_loss,
     focal_loss,
@@ -77,5 +77,4 @@ __all__ = [
     "sequence_logprobs",
     "sft_loss",
     "simpo_loss",
-    "wpo_weights",
 ]
