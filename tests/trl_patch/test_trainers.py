@@ -21,9 +21,6 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
-
-
 def train(make_trainer: Any, kind: str, model: Any, **settings: Any) -> tuple[list[dict[str, float]], Tensor]:
     """Train, and return what was logged and by how much all the weights together changed."""
     before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
@@ -48,61 +45,52 @@ def assert_same_runs(got: Any, expected: Any, tolerance: float) -> None:
     assert relative_error(got[1], expected[1]) < tolerance
 
 
+CAPPED = {"family": "Gemma2", "final_logit_softcapping": 2.0}
+GRANITE = {"family": "Granite", "logits_scaling": 3.0}
+PACKED = {"packing": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+CASES = [  # and whether TRL scores as on GPUs, where the number of tokens changes from call to call
+    ("SFT", True, {}, {}),
+    ("DPO", False, {}, {}),
+    ("KTO", False, {}, {}),
+    ("GRPO", True, {}, {}),
+    ("RLOO", False, {}, {}),
+    ("Distillation", False, {}, {}),
+    ("SFT", False, {}, {"loss_type": "dft"}),
+    ("DPO", False, {"family": "Qwen3", "tie_word_embeddings": True}, {"use_weighting": True}),  # squared probabilities
+    ("GRPO", False, GRANITE, {"entropy_coef": 0.05}),  # differentiates the entropy
+    ("Distillation", False, CAPPED, {"beta": 0.0}),
+    ("SFT", False, CAPPED, PACKED),
+    ("DPO", False, {"family": "Phi"}, {}),  # a head with a bias
+    slow("DPO", True, {}, {}),
+    slow("GRPO", False, {}, {"top_entropy_quantile": 0.5, "loss_type": "dapo"}),  # masks tokens by their entropy
+    slow("Distillation", False, {}, {"beta": 1.0}),
+    slow("GRPO", False, {"family": "Cohere2", "logit_scale": 0.25}, {}),
+]
+
+
 @promise("trainers")
-@pytest.mark.parametrize(
-    ("kind", "valid"), [*((kind, kind in ("SFT", "GRPO")) for kind in KINDS), slow("DPO", True), slow("SFT", False)]
-)
+@pytest.mark.parametrize(("kind", "valid", "model", "settings"), CASES)
 def test_same_as_stock(
-    valid: bool, kind: str, make_trainer: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    valid: bool,
+    model: dict[str, Any],
+    settings: dict[str, Any],
+    make_trainer: Any,
+    tiny_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if valid:  # as TRL scores on GPUs: the number of tokens then changes from call to call
+    if valid:
         for module in ("trl.trainer.utils", "trl.trainer.distillation_trainer"):
             monkeypatch.setattr(importlib.import_module(module), "_use_triton", lambda device: True)
-    expected = train(make_trainer, kind, tiny_model())
+    expected = train(make_trainer, kind, tiny_model(**model), **settings)
     report = lowtide.patch_trl()
-    got = train(make_trainer, kind, tiny_model())
+    got = train(make_trainer, kind, tiny_model(**model), **settings)
     assert_same_runs(got, expected, 2e-4)
     assert {"entropy", "loss"} <= got[0][0].keys()
     assert report.calls_trl == {}
     function = "ChunkedDivergenceFunction" if kind == "Distillation" else "ChunkedLogProbFunction"
     assert report.calls_lowtide.keys() == {function}
     assert report.calls_lowtide[function] >= 3
-
-
-CAPPED = {"family": "Gemma2", "final_logit_softcapping": 2.0}
-MODELS: list[dict[str, Any]] = [
-    {"family": "Qwen3", "tie_word_embeddings": True},
-    CAPPED,
-    {"family": "Cohere2", "logit_scale": 0.25},
-    {"family": "Granite", "logits_scaling": 3.0},
-    {"family": "Phi"},  # a head with a bias
-]
-
-
-@promise("trainers")
-@pytest.mark.parametrize(
-    ("kind", "model", "settings"),
-    [
-        ("SFT", {}, {"loss_type": "dft"}),
-        ("DPO", MODELS[0], {"use_weighting": True}),  # wants the sum of squared probabilities
-        ("GRPO", MODELS[3], {"entropy_coef": 0.05}),  # differentiates the entropy
-        ("Distillation", CAPPED, {"beta": 0.0}),
-        ("SFT", CAPPED, {"packing": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
-        ("DPO", MODELS[4], {}),
-        slow("GRPO", {}, {"top_entropy_quantile": 0.5, "loss_type": "dapo"}),  # masks tokens by their entropy
-        slow("Distillation", {}, {"beta": 1.0}),
-        *(slow("GRPO", model, {}) for model in MODELS),
-    ],
-    ids=str,
-)
-def test_same_as_stock_with_options_and_other_models(
-    kind: str, model: dict[str, Any], settings: dict[str, Any], make_trainer: Any, tiny_model: Any
-) -> None:
-    expected = train(make_trainer, kind, tiny_model(**model), **settings)
-    report = lowtide.patch_trl()
-    assert_same_runs(train(make_trainer, kind, tiny_model(**model), **settings), expected, 2e-4)
-    assert report.calls_trl == {}
-    assert report.calls_lowtide
 
 
 @promise("reversible")

@@ -6,6 +6,7 @@ Stand-ins replace TRL's two autograd functions, after a check of what these comp
 import importlib
 import inspect
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -44,41 +45,30 @@ class TrlReport:
         >>> report = lowtide.patch_trl()
         >>> sorted(report.replaced)
         ['ChunkedDivergenceFunction', 'ChunkedLogProbFunction']
-        >>> report.calls_lowtide, report.calls_trl  # until a trainer runs
-        ({}, {})
+        >>> report.calls_lowtide.total(), report.calls_trl.total()  # until a trainer runs
+        (0, 0)
         >>> lowtide.unpatch_trl()
     """
 
     version: str
     replaced: dict[str, list[str]] = field(default_factory=dict)
-    calls_lowtide: dict[str, int] = field(default_factory=dict)
-    calls_trl: dict[str, int] = field(default_factory=dict)
-    why_trl: dict[str, int] = field(default_factory=dict)
-
-    def count(self, function: str, why_trl: str | None) -> None:
-        """Count one call: by lowtide, or by TRL for the reason given."""
-        calls = self.calls_lowtide if why_trl is None else self.calls_trl
-        calls[function] = calls.get(function, 0) + 1
-        if why_trl is not None:
-            self.why_trl[why_trl] = self.why_trl.get(why_trl, 0) + 1
+    calls_lowtide: Counter[str] = field(default_factory=Counter)
+    calls_trl: Counter[str] = field(default_factory=Counter)
+    why_trl: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         lines = [f"TRL {self.version}"]
         for function, names in self.replaced.items():
-            calls = f"{self.calls_lowtide.get(function, 0)} by lowtide, {self.calls_trl.get(function, 0)} by TRL"
+            calls = f"{self.calls_lowtide[function]} by lowtide, {self.calls_trl[function]} by TRL"
             lines += [f"{function}: calls computed {calls}", *(f"  replaced {name}" for name in names)]
         lines += [f"{times} x TRL's own: {why}" for why, times in self.why_trl.items()]
         return "\n".join(lines)
 
 
 class StandIn:
-    """An object with the ``apply`` of one of TRL's functions, ``stock``; its other attributes are that function's.
-
-    ``call`` is `LogProbCall` or `DivergenceCall`.
-    """
+    """An object with the ``apply`` of ``stock``, one of TRL's functions, whose calls are records of type ``call``."""
 
     def __init__(self, stock: Any, call: Any, report: TrlReport, options: HeadOptions | None) -> None:
-        self.__name__ = stock.__name__
         self.stock, self.call, self.report, self.options = stock, call, report, options
         self.active = True  # False after unpatch_trl, for code that kept this object
 
@@ -87,17 +77,14 @@ class StandIn:
         call = self.call(*args)
         if not self.active:
             return self.stock.apply(*args)
-        why_not = call.why_not()
+        why_not, report = call.why_not(), self.report
         if not torch.compiler.is_compiling():  # a count in the graph would recompile it each time
-            self.report.count(self.stock.__name__, why_not)
+            calls = report.calls_lowtide if why_not is None else report.calls_trl
+            calls[self.stock.__name__] += 1
+            report.why_trl.update([] if why_not is None else [why_not])
         if why_not is not None:
             return self.stock.apply(*args)
         return called_whole(lambda *given: self.call(*given).run(self.options), call)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling read some before there is a stock
-            raise AttributeError(name)
-        return getattr(self.stock, name)
 
 
 # The active stand-ins: none, or one for each function, which share a report.
@@ -145,7 +132,7 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
         stand_in.options = options
         _replace(stand_in.stock, stand_in)
         places = [f"{module.__name__}.{name}" for module, name in _places(stand_in)]
-        stand_in.report.replaced[stand_in.__name__] = places
+        stand_in.report.replaced[stand_in.stock.__name__] = places
     return _stand_ins[0].report
 
 
