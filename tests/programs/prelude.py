@@ -1,16 +1,14 @@
 """The names that a program uses beside PyTorch's, and the global state that it may change.
 
-A program is text. It runs twice in namespaces that differ by `patch`, `unpatch`, `apply_policy` and `remove_policy`
-alone, which do nothing in the stock one.
+A program is text. It runs twice in namespaces that differ by `patch`, `unpatch` and `apply_policy` alone, which do
+nothing in the stock one.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-import math
 import pickle
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
+from lowtide.memory import ActivationPolicy, apply_policy
 from programs.families import V, batch, build
 
 
@@ -85,55 +83,30 @@ def frozen(value: Any) -> Any:
 
 
 @contextmanager
-def sandbox(originals: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put everything global back that a program changed: functions, hooks on all modules, modes, random state."""
-    hooks = [
-        getattr(torch.nn.modules.module, name) for name in dir(torch.nn.modules.module) if name.startswith("_global_")
-    ]
-    held = [dict(one) for one in hooks if isinstance(one, dict)]
-    dtype, rng, threads = torch.get_default_dtype(), torch.get_rng_state(), torch.get_num_threads()
+def sandbox() -> Iterator[None]:
+    """Put everything global back that a program changed: hooks on all modules, modes, random state."""
+    scope = vars(torch.nn.modules.module).items()
+    hooks = [value for name, value in scope if name.startswith("_global_") and isinstance(value, dict)]
+    held, rng = [dict(each) for each in hooks], torch.get_rng_state()
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             yield
     finally:
-        put_back(originals)
-        for one, before in zip((one for one in hooks if isinstance(one, dict)), held, strict=True):
-            one.clear()
-            one.update(before)
-        torch.set_default_dtype(dtype)
+        for each, before in zip(hooks, held, strict=True):
+            each.clear()
+            each.update(before)
         torch.set_rng_state(rng)
-        torch.set_num_threads(threads)
 
 
-def put_back(originals: list[tuple[Any, str, Any]]) -> None:
-    while originals:
-        owner, name, old = originals.pop()
-        if old is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
-
-
-_ABSENT = object()
-
-
-def namespace(
-    recorder: Recorder, originals: list[tuple[Any, str, Any]], *, patched: bool, made: Callable[..., Any] = build
-) -> dict[str, Any]:
+def namespace(recorder: Recorder, *, patched: bool, made: Callable[..., Any] = build) -> dict[str, Any]:
     """Return the names of a program.
 
     Args:
         recorder: What its ``see`` and ``log`` write to.
-        originals: Where ``replace`` notes what was there.
         patched: Whether ``patch`` and the others are lowtide's, or do nothing.
         made: ``build``.
     """
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        is_property = isinstance(getattr(type(owner), name, None), property)
-        originals.append((owner, name, getattr(owner, name) if is_property else vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, value)
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -141,13 +114,13 @@ def namespace(
     def patch(*args: Any, **kwargs: Any) -> None:
         recorder.reports.append(lowtide.patch(*args, **kwargs))
 
-    ours = {"patch": patch, "unpatch": lowtide.unpatch, "apply_policy": apply_policy, "remove_policy": remove_policy}
+    ours = {"patch": patch, "unpatch": lowtide.unpatch, "apply_policy": apply_policy}
     return {
         **(ours if patched else dict.fromkeys(ours, nothing)),
-        "see": recorder.see, "log": recorder.log, "replace": replace, "restore": lambda: put_back(originals),
-        "build": made, "batch": batch, "V": V, "layer": layer,
-        "saved_and_loaded": saved_and_loaded, "as_output": as_output, "Scaled": Scaled, "ScaledInput": ScaledInput,
-        "torch": torch, "F": F, "nn": nn, "copy": copy, "math": math, "pickle": pickle, "np": np, "peft": peft,
-        "accelerate": accelerate, "checkpoint": checkpoint, "nullcontext": nullcontext, "sys": sys,
+        "see": recorder.see, "log": recorder.log, "replace": setattr, "build": made, "batch": batch, "V": V,
+        "layer": layer, "saved_and_loaded": saved_and_loaded, "as_output": as_output, "Scaled": Scaled,
+        "ScaledInput": ScaledInput,
+        "torch": torch, "F": F, "nn": nn, "copy": copy, "pickle": pickle, "np": np, "peft": peft,
+        "accelerate": accelerate, "checkpoint": checkpoint, "nullcontext": nullcontext,
         "ActivationPolicy": ActivationPolicy, "HeadOptions": lowtide.HeadOptions,
     }  # fmt: skip

@@ -54,15 +54,15 @@ def run(program: Program, how: str) -> Outcome:
 
     The noise is what the dtype's own rounding may do: what it changes, rounding may change.
     """
-    outcome, recorder, originals = Outcome(), Recorder(), []
+    outcome, recorder = Outcome(), Recorder()
     names: dict[str, Any] = {}
-    with sandbox(originals):
+    with sandbox():
         torch.default_generator.manual_seed(program.seed)  # torch.manual_seed formats a stack for each absent device
         made = build
         if how.startswith("noise"):
             low = "bfloat16" in program.text or "half" in program.text
             made = functools.partial(_shaken, int(how.split("-")[1]), 2.0**-8 if low else None)
-        names.update(namespace(recorder, originals, patched=how == "patched", made=made))
+        names.update(namespace(recorder, patched=how == "patched", made=made))
         for at, statement in enumerate(program.statements):
             recorder.at = at
             text = _in_float64(statement) if how == "exact" else statement

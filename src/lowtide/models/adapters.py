@@ -121,15 +121,15 @@ def _active(lora: Any) -> LowRankAdapter | str | None:
         return "has several adapters active at a time"
     if name in lora.lora_variant:
         return f"has an adapter of another form than LoRA's ({type(lora.lora_variant[name]).__name__})"
-    found = LowRankAdapter(a_s[name], b_s[name], dropouts[name], lora.scaling[name])
-    if type(found.dropout) not in (nn.Dropout, nn.Identity):
-        return f"drops by a {type(found.dropout).__name__}"
-    biases = [parameters_of(linear).get("bias") for linear in (found.a, found.b)]
-    if type(found.scale) not in (int, float) or biases != [None, None]:
+    adapter = LowRankAdapter(a_s[name], b_s[name], dropouts[name], lora.scaling[name])
+    if type(adapter.dropout) not in (nn.Dropout, nn.Identity):
+        return f"drops by a {type(adapter.dropout).__name__}"
+    biases = [parameters_of(linear).get("bias") for linear in (adapter.a, adapter.b)]
+    if type(adapter.scale) not in (int, float) or biases != [None, None]:
         return "has an adapter of another form than LoRA's (a bias, or a scale that is no number)"
     if not getattr(lora, "cast_input_dtype_enabled", True):
         return "does not cast its input to its adapter's dtype"
-    return found
+    return adapter
 
 
 def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:

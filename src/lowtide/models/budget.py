@@ -40,12 +40,12 @@ def step_length(args: Any, dataset: Any = None, tokenizer: Any = None) -> int | 
 def _longest(dataset: Any, column: str, tokenizer: Any) -> int | None:
     """Return the most tokens in a column of the first rows: ids, a text or messages; None where there are none."""
 
-    def tokens(found: Any) -> Any:
-        if isinstance(found, str):
-            return tokenizer(found)["input_ids"]
-        if len(found) and isinstance(found[0], dict):
-            return tokenizer.apply_chat_template(found, add_generation_prompt=True, return_dict=True)["input_ids"]
-        return found
+    def tokens(cell: Any) -> Any:
+        if isinstance(cell, str):
+            return tokenizer(cell)["input_ids"]
+        if len(cell) and isinstance(cell[0], dict):
+            return tokenizer.apply_chat_template(cell, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return cell
 
     try:
         return max(len(tokens(dataset[i][column])) for i in range(min(_ROWS, len(dataset))))

@@ -83,8 +83,8 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         self._parts = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope}
         for name, flag in {**self._parts, "unpatch": unpatch}.items():
             check_flag(name, flag)
-        if trl is not None and not isinstance(trl, bool):
-            raise ArgumentTypeError(message("trl", "True, False or None", f"{trl!r}"))
+        if trl is not None:
+            check_flag("trl", trl)
         if show is not None and not callable(show):
             raise ArgumentTypeError(message("show", "a function of a text, or None", f"{show!r}"))
         check_fuse(fuse)

@@ -96,9 +96,9 @@ def is_function_mode_active() -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook of the module's own, forward or backward, reads its calls. Those of ZeRO-3 only gather weights."""
-    own = hooks_of(module)
-    return any(own) and not all(defining_module(hook).startswith(HOOKS) for hooks in own for hook in hooks.values())
+    """Whether a hook of the module itself, forward or backward, reads its calls; ZeRO-3's only gather weights."""
+    kinds = hooks_of(module)
+    return any(kinds) and not all(defining_module(hook).startswith(HOOKS) for kind in kinds for hook in kind.values())
 
 
 def plain_class(module: nn.Module) -> type:

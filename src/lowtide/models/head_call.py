@@ -86,17 +86,17 @@ Rows = tuple[RowView | Tensor, ...]
 
 def rows_of(tensor: Tensor, rows: Rows) -> Tensor:
     """Return ``rows`` of a tensor [..., *]."""
-    for taken in rows:
+    for selection in rows:
         width = tensor.shape[-1]
-        if isinstance(taken, Tensor):
-            tensor = tensor.flatten(0, -2)[taken]
-        elif taken.is_all(tensor.shape[:-1].numel()):
-            tensor = tensor.reshape(*taken.shape, width)
+        if isinstance(selection, Tensor):
+            tensor = tensor.flatten(0, -2)[selection]
+        elif selection.is_all(tensor.shape[:-1].numel()):
+            tensor = tensor.reshape(*selection.shape, width)
         else:
             whole = tensor.contiguous()
-            strides = (*(stride * width for stride in taken.strides), 1)
-            offset = whole.storage_offset() + taken.offset * width
-            tensor = whole.as_strided((*taken.shape, width), strides, offset)
+            strides = (*(stride * width for stride in selection.strides), 1)
+            offset = whole.storage_offset() + selection.offset * width
+            tensor = whole.as_strided((*selection.shape, width), strides, offset)
     return tensor
 
 
@@ -169,7 +169,7 @@ class LossState:
 
 
 @dataclass
-class Running:
+class ModelCall:
     """A forward of a patched model."""
 
     model: nn.Module
@@ -221,7 +221,7 @@ class HeadCall:
     passed = False  # something with a graph was computed past the logits
     hooked = False  # a gradient hook is on logits that are built
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, running: Running) -> None:
+    def __init__(self, head: nn.Linear, hidden: Tensor, running: ModelCall) -> None:
         self.head, self.hidden = head, hidden
         self.model, self.report, self.options = running.model, running.state.report, running.state.options
         self.dtype = operand_dtype(hidden)  # of the logits

@@ -123,13 +123,13 @@ class LazyLogits(Tensor):
         """Return a view of these logits, as ``like`` is one of `meta`; NotImplemented if that has no whole rows."""
         form = like.shape, like.stride(), like.storage_offset()
         step = Step(TensorBase.detach, "detach") if detaches else Step(lambda z: z.as_strided(*form))
-        taken, rows = RowView.of(like, self.whole.shape[-1]), self.whole.rows
-        if taken is None or rows is None:
+        selection, rows = RowView.of(like, self.whole.shape[-1]), self.whole.rows
+        if selection is None or rows is None:
             swapped = self.meta().transpose(1, 2) if self.dim() == 3 and self.rows is not None else None
             if swapped is None or (like.shape, like.stride()) != (swapped.shape, swapped.stride()):
                 return NotImplemented
             return self._child(step, like, None, view=True)
-        return self._child(step, like, (*rows, taken), view=True)
+        return self._child(step, like, (*rows, selection), view=True)
 
     def _child(self, step: Step, like: Tensor, rows: Rows | None, *, view: bool) -> Self:
         detaches = step.kind == "detach"
@@ -199,10 +199,10 @@ class LazyLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        lazies = _found(args, kwargs)
+        lazies = _lazies_in(args, kwargs)
         if any(lazy.detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
             args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
-            lazies = _found(args, kwargs)
+            lazies = _lazies_in(args, kwargs)
         has_no_graph = func is Tensor.tolist or (
             func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
         )
@@ -211,9 +211,9 @@ class LazyLogits(Tensor):
                 return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
         distributed = func in _OF_GRAPHS and reader().startswith(_DISTRIBUTED)
         if func in _OF_GRAPHS and not distributed:
-            for each in lazies:
-                if each.requires_grad:
-                    each._look_at_graph()
+            for logits in lazies:
+                if logits.requires_grad:
+                    logits._look_at_graph()
         lazy = lazies[0] if lazies else None
         if lazy is not None and not lazy.is_real:
             if func == _REQUIRES_GRAD and lazy.is_cut:
@@ -277,7 +277,7 @@ def keep_from_compiling() -> None:
         setattr(LazyLogits, name, classmethod(function))
 
 
-def _found(*trees: Any) -> list[LazyLogits]:
+def _lazies_in(*trees: Any) -> list[LazyLogits]:
     return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, LazyLogits)]
 
 

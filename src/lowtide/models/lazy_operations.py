@@ -39,26 +39,26 @@ def _moved(function: Callable[..., Any], input: LazyLogits, *args: Any, **kwargs
     """Views of whole rows, and what copies all rows in their order where there is no view."""
     meta = input.meta()
     try:
-        made = function(meta, *args, **kwargs)
+        result = function(meta, *args, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):  # which the real logits raise again
         return NotImplemented
-    if made is meta:  # as `flatten` of what is flat: the same tensor
+    if result is meta:  # as `flatten` of what is flat: the same tensor
         return input
-    if isinstance(made, tuple | list):
+    if isinstance(result, tuple | list):
         # With gradients PyTorch's own are views that may not be changed in place, which others may.
         if torch.is_grad_enabled() and input.requires_grad:
             return NotImplemented
-        views = [input.view_by(part) for part in made]
+        views = [input.view_by(part) for part in result]
         return NotImplemented if any(view is NotImplemented for view in views) else tuple(views)
-    if not isinstance(made, Tensor) or made.dtype != meta.dtype:
+    if not isinstance(result, Tensor) or result.dtype != meta.dtype:
         return NotImplemented
     name = getattr(function, "__name__", "")
-    if made.untyped_storage() is meta.untyped_storage():
-        return input.view_by(made, detaches=name == "detach")
-    taken = RowView.of(made, meta.shape[-1])
-    if taken is None or name not in ("reshape", "flatten", "contiguous"):
+    if result.untyped_storage() is meta.untyped_storage():
+        return input.view_by(result, detaches=name == "detach")
+    selection = RowView.of(result, meta.shape[-1])
+    if selection is None or name not in ("reshape", "flatten", "contiguous"):
         return NotImplemented
-    return input.then(Step(lambda z: function(z, *args, **kwargs)), made, (taken,))
+    return input.then(Step(lambda z: function(z, *args, **kwargs)), result, (selection,))
 
 
 def _getitem(input: LazyLogits, index: Any) -> Any:
@@ -115,8 +115,8 @@ def _log_softmax(input: LazyLogits, dim: Any = None, dtype: Any = None, _stackle
 
 
 def _to(input: LazyLogits, *args: Any, dtype: Any = None, device: Any = None, non_blocking: bool = False) -> Any:  # noqa: ARG001
-    given = [x for x in (*args, dtype, device) if x is not None]
-    to = given[0] if len(given) == 1 else None
+    targets = [x for x in (*args, dtype, device) if x is not None]
+    to = targets[0] if len(targets) == 1 else None
     if to in (input.dtype, input.device) if isinstance(to, torch.dtype | torch.device) else to == str(input.device):
         return input
     if not isinstance(to, torch.dtype) or to not in _DTYPES:

@@ -17,7 +17,7 @@ from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
 from lowtide.models import eligibility
 from lowtide.models.adapters import saved_module
-from lowtide.models.head_call import HeadCall, HeadWork, LossState, Running, why_not_patch_head
+from lowtide.models.head_call import HeadCall, HeadWork, LossState, ModelCall, why_not_patch_head
 from lowtide.models.instance import (
     give_class,
     is_on_top,
@@ -49,7 +49,7 @@ _NOT_TRACED = (
 
 
 # The forward of a patched model that is running: each thread sees its own.
-_running: ContextVar[Running | None] = ContextVar("lowtide_running", default=None)
+_running: ContextVar[ModelCall | None] = ContextVar("lowtide_running", default=None)
 
 
 def adopt_head(model: Any, state: LossState) -> None:
@@ -128,7 +128,7 @@ def _is_replica(model: nn.Module) -> bool:
     return getattr(model, "_is_replica", False)
 
 
-def _begin(model: nn.Module, awaited: bool) -> tuple[Running, Token[Running | None]]:
+def _begin(model: nn.Module, awaited: bool) -> tuple[ModelCall, Token[ModelCall | None]]:
     """Let the head return lazy logits until `_end`, where a loss is awaited or the model scores."""
     state: LossState = vars(model)[STATE]
     is_replica, trains = _is_replica(model), model.training and torch.is_grad_enabled()
@@ -140,11 +140,11 @@ def _begin(model: nn.Module, awaited: bool) -> tuple[Running, Token[Running | No
     lazy = (awaited or state.scoring) and not is_replica
     if lazy and state.why_not is not None:
         state.report.count_materialised(state.why_not)
-    running = Running(model, state, lazy, scores=not awaited)
+    running = ModelCall(model, state, lazy, scores=not awaited)
     return running, _running.set(running)
 
 
-def _end(running: Running, token: Token[Running | None], completed: bool) -> None:
+def _end(running: ModelCall, token: Token[ModelCall | None], completed: bool) -> None:
     """Count a call that did not call the head, or a training step without labels, which builds the logits."""
     _running.reset(token)
     state, called = running.state, running.called

@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[ModuleType, ...]] = {
 _OWN = ("transformers.", "torch.")
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A module of a part's form."""
 
     name: str
@@ -53,7 +53,7 @@ class Found(NamedTuple):
     args: tuple[Any, ...] | None  # of ``overrides``; None: its class stays
 
 
-def find(model: nn.Module, part: str, fuse: tuple[type, ...]) -> list[Found]:
+def find(model: nn.Module, part: str, fuse: tuple[type, ...]) -> list[Candidate]:
     """Return the modules of a part's form, and how each is fused, or why it is not; nothing is changed.
 
     Modules that are alike are looked at once.
@@ -67,10 +67,10 @@ def find(model: nn.Module, part: str, fuse: tuple[type, ...]) -> list[Found]:
                 continue
             form = _form(module)
             if form not in known:
-                known[form] = _found(module, kind, stock_class(module), fuse)
-            found = known[form]
-            outcome, args = (f"left as it is: {found}", None) if isinstance(found, str) else found
-            rows.append(Found(name, module, kind, outcome, args))
+                known[form] = _fusion(module, kind, stock_class(module), fuse)
+            fusion = known[form]
+            outcome, args = (f"left as it is: {fusion}", None) if isinstance(fusion, str) else fusion
+            rows.append(Candidate(name, module, kind, outcome, args))
     return rows
 
 
@@ -88,7 +88,7 @@ def _form(module: nn.Module) -> Hashable:
     return type(module), *attributes, *((name, _form(child)) for name, child in module.named_children())
 
 
-def _found(module: nn.Module, kind: Any, base: Any, fuse: tuple[type, ...]) -> tuple[str, tuple[Any, ...]] | str:
+def _fusion(module: nn.Module, kind: Any, base: Any, fuse: tuple[type, ...]) -> tuple[str, tuple[Any, ...]] | str:
     if part_of(module) is not None and not is_on_top(module):
         return "it was patched before, and its class was changed since"
     named = _is_named(base, fuse)
@@ -100,18 +100,18 @@ def _found(module: nn.Module, kind: Any, base: Any, fuse: tuple[type, ...]) -> t
     if kind.INPUTS is not None and len(inspect.signature(base.forward).parameters) != 1 + kind.INPUTS:
         return f"its forward takes other inputs than {kind.INPUTS}"
     if kind.WEIGHTS is not None:
-        own = dict(module.named_buffers(recurse=False)) | parameters_of(module)
+        tensors = dict(module.named_buffers(recurse=False)) | parameters_of(module)
         others = children_beside(module, kind.WEIGHTS)
         states = (x for child in others for x in (*child.parameters(), *child.buffers()))
-        if any(True for _ in states) or any(x is not None and key not in kind.WEIGHTS for key, x in own.items()):
+        if any(True for _ in states) or any(x is not None and key not in kind.WEIGHTS for key, x in tensors.items()):
             return "it has weights or buffers beside its projections"
         if not are_plain_linears((), others):
             return "a child has hooks or a forward of its own"
-        inside = (type(each) for child in others for each in child.modules())
-        if not named and not all(is_code_of(each.forward, *_OWN) for each in inside):
+        classes = (type(inner) for child in others for inner in child.modules())
+        if not named and not all(is_code_of(inner.forward, *_OWN) for inner in classes):
             return f"a child's forward is {name_it}"
-    found: tuple[str, tuple[Any, ...]] | str = kind.find(module, base)
-    return found
+    fusion: tuple[str, tuple[Any, ...]] | str = kind.find(module, base)
+    return fusion
 
 
 def _is_named(base: Any, fuse: tuple[type, ...]) -> bool:
@@ -125,21 +125,21 @@ def check_fuse(fuse: object) -> None:
         raise ArgumentTypeError(message("fuse", "a tuple of classes of modules", repr(fuse)))
 
 
-def check_named(fuse: tuple[type, ...], found: dict[str, list[Found]]) -> None:
+def check_named(fuse: tuple[type, ...], found: dict[str, list[Candidate]]) -> None:
     """Check that each class that the user has named is fused.
 
     Raises:
         ArgumentValueError: A module of the class is not, or there is none.
     """
     for named in fuse:
-        own = [row for rows in found.values() for row in rows if _is_named(stock_class(row.module), (named,))]
-        got = next((f"{row.name} {row.outcome}" for row in own if row.outcome.startswith("left")), None)
-        if got is not None or not own:
+        named_rows = [row for rows in found.values() for row in rows if _is_named(stock_class(row.module), (named,))]
+        got = next((f"{row.name} {row.outcome}" for row in named_rows if row.outcome.startswith("left")), None)
+        if got is not None or not named_rows:
             expected = f"{named.__name__} to be an MLP, experts, a norm or attention that can be fused"
             raise ArgumentValueError(message("fuse", expected, got or f"none in {', '.join(found) or 'no part'}"))
 
 
-def fuse(rows: Sequence[Found], part: str, report: PatchReport) -> None:
+def fuse(rows: Sequence[Candidate], part: str, report: PatchReport) -> None:
     """Fuse what `find` found of a part, and report what was done, or why not."""
     lines = []
     for name, module, kind, outcome, args in rows:
