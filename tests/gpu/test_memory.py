@@ -17,7 +17,6 @@ from gpu.policy_runs import DETERMINISTIC, differences, model_and_ids
 from lowtide.errors import UnsupportedError
 from lowtide.measure.child import run_child
 from lowtide.memory import ActivationPolicy, apply_policy, offload_optimizer
-from lowtide.memory import optimizer_blocks as blocks
 from memory.models import CountAttention, Plain, step
 from promises import promise
 from support import alone
@@ -119,8 +118,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for the tests' models."""
-    monkeypatch.setattr(blocks, "MIN_BYTES", 1024)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * 2**20)
+    monkeypatch.setattr("lowtide.memory.optimizer.MIN_BYTES", 1024)
+    monkeypatch.setattr("lowtide.memory.optimizer.BLOCK_BYTES", 8 * 2**20)
 
 
 def states(optimizer: Optimizer) -> list[Tensor]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.memory import copies
-from lowtide.memory import optimizer_blocks as blocks
+from lowtide.memory import copies, optimizer
 from memory.models import SHAPE, VOCAB, LazySide, Plain
 
 
@@ -54,5 +53,5 @@ def pair(model: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few states of the tests' models."""
-    monkeypatch.setattr(blocks, "MIN_BYTES", 64)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(optimizer, "MIN_BYTES", 64)
+    monkeypatch.setattr(optimizer, "BLOCK_BYTES", 20_000)

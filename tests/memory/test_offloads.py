@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import apply_policy, offload_optimizer, pinned, remove_policy
+from lowtide.memory import apply_policy, copies, offload_optimizer, remove_policy
 from memory.models import OFFLOADED_ATTENTION as ATTENTION
 from memory.models import OFFLOADED_INPUT as INPUT
 from memory.models import VOCAB, LazySide, Plain, step
@@ -124,7 +124,7 @@ def test_a_budget_is_never_exceeded(what: str, side: LazySide, monkeypatch: pyte
     whole.remove()
     for limit, said in ((needed - 1, r"\(host_gib\)"), (None, "what the host has free")):
         if limit is None:
-            monkeypatch.setattr(pinned, "available_bytes", lambda: (1 << 30) + 100)
+            monkeypatch.setattr(copies, "available_bytes", lambda: (1 << 30) + 100)
         subject = Subject(what, host_gib=5 if limit is None else limit / 2**30)
         with pytest.raises(UnsupportedError, match=f"host_gib: expected .* GiB of host memory for .*{said}"):
             subject.train(ids)
@@ -137,8 +137,8 @@ def test_processes_of_a_machine_share_what_is_free(
     limit: int | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(pinned, "available_bytes", lambda: (1 << 30) + 1000)
-    pool = pinned.HostPool(limit, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), lambda memory: None)
+    monkeypatch.setattr(copies, "available_bytes", lambda: (1 << 30) + 1000)
+    pool = copies.HostPool(limit, cast(Any, LazySide()))
     pool.check(most, "it")
     with pytest.raises(UnsupportedError, match="host_gib" if limit else "each of 4 processes"):
         pool.check(most + 1, "it")

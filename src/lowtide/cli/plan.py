@@ -15,6 +15,7 @@ from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.output_file import check_output_file
 from lowtide.measure.units import gib
+from lowtide.plan import plan_memory
 from lowtide.plan.arguments import Adapters, PlanArguments
 from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.gpus import gpu_named
@@ -85,9 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     step, settings = _asked(arguments, command, run)
     if sys.stderr.isatty():  # importing and tracing take seconds
         sys.stderr.write(f"lowtide plan: {settings['model_type']}: one layer of each kind is traced, without weights\n")
-    from lowtide.plan.planning import plan_step
-
-    plan = plan_step(settings, step)
+    plan = plan_memory(settings, **vars(step))
     report, status, out = plan.to_dict(), 0, sys.stderr if to_stdout else sys.stdout
     width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if out.isatty() else None
     out.write(f"{plan.text(width, checkpointed=run.checkpointed)}\n")

@@ -12,25 +12,23 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.measure.text import table
 from lowtide.measure.units import budget_bytes
 from lowtide.memory import copies
 from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer
 from lowtide.memory.groups import Group
 from lowtide.memory.offload import ON_DEVICE, Offloader
-from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.policy import ActivationPolicy, words_of
 from lowtide.memory.stack import Stack, find_stack
 from lowtide.swap import child_class
 
 _STATE = "_lowtide_policy"
 _BASE = "_lowtide_policy_base"
 _MLP = {"mlp_level": "checkpoint_level", "mlp_tile_tokens": "tile_tokens"}  # the policy's field, and a fused MLP's
-_SAVES = {"all": "all that its operations save", "attention": "input and attention's output", "input": "input"}
 
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """What each decoder layer saves from now on; prints as a table.
+    """What each decoder layer saves from now on; prints in the words of `lowtide plan`.
 
     Args:
         stack: The name of the list of layers inside the model.
@@ -52,20 +50,9 @@ class PolicyReport:
         return self.offloader.host_bytes if self.offloader is not None else 0
 
     def __str__(self) -> str:
-        rows = [["layers", "saves", "where", "mlp level"]]
-        for cells, run in groupby(self.policies, key=self._cells):
-            first, *others = run
-            rows.append([f"{first} - {others[-1]}" if others else first, *cells])
-        header, *lines = table(rows, left=range(len(rows[0]))).splitlines()
-        unchanged = [f"not changed: {other}" for other in self.others]
-        return "\n".join([header, "-" * max(map(len, [header, *lines])), *lines, *unchanged])
-
-    def _cells(self, name: str) -> list[str]:
-        policy = self.policies[name]
-        where = "host" if policy.offload and name not in self.on_device else "GPU"
-        saves = _SAVES[policy.keep] + f" of every {policy.every} layers" * (policy.every > 1)
-        level = "unchanged" if policy.mlp_level is None else str(policy.mlp_level)
-        return [saves, where, level]
+        runs = [(policy, len(list(same))) for policy, same in groupby(self.policies.values())]
+        stay = f"; on the GPU all the same: {', '.join(self.on_device)}" * bool(self.on_device)
+        return "\n".join([f"{self.stack}: {words_of(runs)}{stay}", *(f"not changed: {other}" for other in self.others)])
 
 
 def apply_policy(
@@ -110,7 +97,7 @@ def apply_policy(
             part of that where a launcher has started several on it.
 
     Returns:
-        A `PolicyReport`: print it for a table.
+        A `PolicyReport`: print it.
 
     Raises:
         ArgumentTypeError: An argument of another type.

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory import copies
-from lowtide.memory.pinned import Buffer, HostPool
 from lowtide.memory.saved import Get, changed_in_place, detached, stay
 
 IN_FLIGHT = 2  # layers whose copies may be under way: the one that runs and the one before it
@@ -30,7 +29,7 @@ class _Item(copies.Moved):
 
     _changed = False
 
-    def __init__(self, tensor: Tensor, buffer: Buffer, pool: HostPool, side: copies.Side) -> None:
+    def __init__(self, tensor: Tensor, buffer: copies.Buffer, pool: copies.HostPool, side: copies.Side) -> None:
         strides = tensor.stride() if copies.is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         host = buffer.memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
         super().__init__(host, tensor.device, side)
@@ -117,7 +116,7 @@ class Offloader:
     def __init__(self, limit_bytes: int | None, layers: int, attention_layers: int) -> None:
         self._settings = (limit_bytes, layers, attention_layers)
         self._sides: dict[torch.device, copies.Side] = {}
-        self._pool: HostPool | None = None
+        self._pool: copies.HostPool | None = None
         self._largest: dict[int, int] = {}  # bytes by slot: 0 is the layer's input, the others are attention's
         self._in_flight: deque[weakref.ref[Record]] = deque()
         self._last: weakref.ref[Record] | None = None
@@ -153,7 +152,7 @@ class Offloader:
             side = self._sides[tensor.device] = copies.side_for(tensor.device)
         limit, layers, attention_layers = self._settings
         if self._pool is None:
-            self._pool = HostPool(limit, side.pin, side.unpin)
+            self._pool = copies.HostPool(limit, side)
         nbytes = tensor.nbytes
         if nbytes > self._largest.get(slot, 0):
             largest = {**self._largest, slot: nbytes}

@@ -4,6 +4,9 @@ They are idle from one step to the next, also at the end of forward, where a ste
 GPU during forward, a part with each layer, and come back during backward, as the layers' activations go; the step
 finds them where they were. All of it runs in hooks: the optimizer keeps its class, its arithmetic and its
 checkpoints, and where a hook does not run the states stay on the GPU for longer.
+
+A few hundred MiB of states are one flat tensor, a block: a copy is one transfer, and the memory that a block leaves
+behind is in one piece. `share_out` and `share_back` are the schedule, by which the planner counts too.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +28,17 @@ from lowtide.graph import run_in_eager
 from lowtide.measure.units import budget_bytes
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import copies
-from lowtide.memory import optimizer_blocks as blocks
-from lowtide.memory.optimizer_blocks import Block, Slot, flat_bytes
-from lowtide.memory.pinned import HostPool
+from lowtide.memory.copies import Buffer, HostPool, Moved, Side
+from lowtide.memory.offload import IN_FLIGHT
 from lowtide.memory.policy import check_count
 from lowtide.memory.stack import find_stack
 
+States = Mapping[Any, Any]  # an optimizer's ``state``: a dictionary for each parameter
+
 _HANDLE = "_lowtide_offload"
+MIN_BYTES = 64 * 2**10  # of a state that is worth a copy: step counters, and the states of norms, stay
+BLOCK_BYTES = 256 * 2**20
+ALIGNED = 512  # bytes: where PyTorch's allocator would begin a tensor
 _HOST_HINT = "Offload less of the states (gib), or raise the budget."
 
 
@@ -76,8 +83,8 @@ def offload_optimizer(
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers in the model, or a number out of range.
         UnsupportedError: The parameters are not all on one CUDA device, or one is a DTensor. When there are states, at
-            the end of the first step: the host memory does not suffice, one is of a class of its own, or there are
-            none. At a forward or a step that a CUDA graph captures.
+            the end of the first step: the host memory does not suffice, or there are none that are plain tensors. At a
+            forward or a step that a CUDA graph captures.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -117,7 +124,7 @@ class OptimizerOffload:
         self,
         optimizer: Optimizer,
         layers: Sequence[nn.Module],
-        side: copies.Side,
+        side: Side,
         limit: float,
         host_limit: int | None,
         backwards: int,
@@ -183,8 +190,8 @@ class OptimizerOffload:
         if not self._blocks or self._stepping or torch._C._current_graph_task_id() != -1:  # -1: no backward runs
             return  # a closure's forward, or one that backward repeats
         _refuse_capture()
-        layers, lag = len(self._layers), blocks.layers_to_leave(len(self._layers))
-        due = self.offloaded_bytes * blocks.share_out(layer, layers) if layer < layers else 0
+        layers, lag = len(self._layers), layers_to_leave(len(self._layers))
+        due = self.offloaded_bytes * share_out(layer, layers) if layer < layers else 0
         gone = 0
         for block in self._blocks:
             if block.where == "coming":
@@ -200,7 +207,7 @@ class OptimizerOffload:
         self._counts[param] += 1
         if self._counts[param] % self._backwards:
             return
-        due, back = self.offloaded_bytes * blocks.share_back(layers - 1 - layer, layers), 0
+        due, back = self.offloaded_bytes * share_back(layers - 1 - layer, layers), 0
         for block in self._blocks:
             back += block.nbytes
             if back > due:
@@ -218,8 +225,8 @@ class OptimizerOffload:
         self._stepping = False
         self._look(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
-            expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
+        if not self._signature and any(p.grad is not None and p.nbytes > MIN_BYTES for p in parameters):
+            expected = f"plain tensors as states, of more than {MIN_BYTES // 1024} KiB on the GPU after a step"
             hint = "SGD without momentum has none: there is nothing to offload."
             raise UnsupportedError(message("optimizer", expected, "none", hint))
 
@@ -242,32 +249,22 @@ class OptimizerOffload:
         slots = self._slots(optimizer)
         signature = [slot.signature for slot in slots]
         if signature != self._signature:
-            self._lay_out(blocks.in_blocks(slots, self._limit))
+            self._lay_out(in_blocks(slots, self._limit))
             self._signature = signature
         for block in self._blocks:
             block.take(optimizer.state)
 
     def _slots(self, optimizer: Optimizer) -> list[Slot]:
-        """Return the states that may leave.
-
-        Raises:
-            UnsupportedError: One is of a class of its own.
-        """
-        found: list[Slot] = []
-        seen: Counter[int] = Counter()
+        """Return the states that may leave: plain tensors that parameters do not share."""
+        found: list[tuple[Slot, int]] = []
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             for key, value in optimizer.state.get(param, {}).items():
-                if not isinstance(value, Tensor) or _nbytes(value) <= blocks.MIN_BYTES:
+                if type(value) is not Tensor or value.layout != torch.strided or value.device != param.device:
                     continue
-                if value.device != param.device:
-                    continue
-                if type(value) is not Tensor or value.layout != torch.strided:
-                    got = f"{key!r} as a {type(value).__name__} ({value.layout})"
-                    raise UnsupportedError(message("optimizer", "plain dense tensors as states", got))
-                if copies.is_dense(value):
-                    found.append(Slot(param, key, value))
-                    seen[value.data_ptr()] += 1
-        return [slot for slot in found if seen[optimizer.state[slot.param][slot.key].data_ptr()] == 1]
+                if value.nbytes > MIN_BYTES and copies.is_dense(value):
+                    found.append((Slot(param, key, value), value.data_ptr()))
+        seen = Counter(place for _, place in found)
+        return [slot for slot, place in found if seen[place] == 1]
 
     def _lay_out(self, groups: list[list[Slot]]) -> None:
         """Make blocks of groups of states, each with host memory of its own.
@@ -278,7 +275,7 @@ class OptimizerOffload:
         self._blocks, self._signature, self._pool = [], [], None
         if not groups:
             return
-        pool = HostPool(self._host_limit, self._side.pin, self._side.unpin, _HOST_HINT)
+        pool = HostPool(self._host_limit, self._side, _HOST_HINT)
         pool.check(sum(map(flat_bytes, groups)), "the optimizer's states")
         self._blocks = [Block(group, pool.take(i, flat_bytes(group)), self._side) for i, group in enumerate(groups)]
         self._pool = pool
@@ -331,11 +328,7 @@ def _refuse_capture() -> None:
         raise UnsupportedError(message("offload_optimizer", "a training step outside of CUDA graphs", got, hint))
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # Tensor.nbytes raises for sparse ones
-
-
-def _side_of(optimizer: Optimizer) -> copies.Side:
+def _side_of(optimizer: Optimizer) -> Side:
     """Return what copies from the parameters' device; raise unless they are whole, and all on one."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(cls.__name__ == "DTensor" for p in parameters for cls in type(p).__mro__):
@@ -346,3 +339,158 @@ def _side_of(optimizer: Optimizer) -> copies.Side:
         got = f"some on {' and '.join(sorted(map(str, devices)))}" if devices else "no parameter"
         raise UnsupportedError(message("optimizer", "parameters on one CUDA device", got))
     return copies.side_for(*devices)
+
+
+def share_out(layer: int, layers: int) -> float:
+    """Return the share of the bytes whose copies have begun when layer ``layer`` begins its forward.
+
+    All have when the last layer but one begins, so that `IN_FLIGHT` layers remain for the last copy.
+    """
+    return min(1.0, (layer + 1) / max(1, layers - IN_FLIGHT + 1))
+
+
+def layers_to_leave(layers: int) -> int:
+    """Return the number of layers for which a block may be on its way out.
+
+    The state of an embedding is one block, and takes several layers' time where sequences are short.
+    """
+    return max(IN_FLIGHT, min(2 * IN_FLIGHT, layers // 4))
+
+
+def share_away(layer: int, layers: int) -> float:
+    """Return the share that has left the GPU at the end of a layer's forward; behind the last layer all has."""
+    return max(0.0, share_out(layer - layers_to_leave(layers), layers))
+
+
+def share_back(done: int, layers: int) -> float:
+    """Return the share that is on its way back, or there, when backward has done so many layers.
+
+    With one layer left all is: the last copy has that layer's backward, and the embedding's.
+    """
+    return min(1.0, done / max(1, layers - 2)) if layers > 1 else 1.0
+
+
+class Slot:
+    """One state of one parameter: what it is in the optimizer, and its views of the block that has it."""
+
+    host: Tensor
+    here: Tensor | None = None  # on the device, while the block is there
+
+    def __init__(self, param: Tensor, key: Any, tensor: Tensor) -> None:
+        self.param, self.key = param, key
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.nbytes = -(-tensor.nbytes // ALIGNED) * ALIGNED  # in its block
+
+    @property
+    def signature(self) -> Any:
+        """What must not change, or the blocks are laid out anew."""
+        return id(self.param), self.key, self.shape, self.stride, self.dtype, self.device
+
+    def current(self, states: States) -> Any:
+        """Return what the optimizer has; None where it has nothing."""
+        return states.get(self.param, {}).get(self.key)
+
+
+class Block:
+    """Some states of one dtype, and their host memory.
+
+    `where` they are: on the ``"device"``; ``"leaving"``: there, and being copied; on the ``"host"``, as at first;
+    ``"coming"``: there, and being copied to the device. The optimizer has the device's tensors in the first two and the
+    host's in the others, so that what it has is whole whenever it is read in the order of the device's work, and on the
+    host after `finish`. Tensors that others have put in their place stay until `take`.
+    """
+
+    def __init__(self, slots: list[Slot], buffer: Buffer, side: Side) -> None:
+        self.slots, self.nbytes, self.buffer = slots, flat_bytes(slots), buffer
+        self.where: Literal["device", "leaving", "host", "coming"] = "host"
+        self.point = 0  # the layer at which it began to leave
+        self._flat = Moved(buffer.memory[: self.nbytes].view(slots[0].dtype), slots[0].device, side)
+        for slot, view in zip(slots, self._views(self._flat.host), strict=True):
+            slot.host = view
+
+    def __del__(self) -> None:
+        self._flat.let_go()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        views, start = [], flat.storage_offset()
+        for slot in self.slots:
+            views.append(flat.as_strided(slot.shape, slot.stride, start))
+            start += slot.nbytes // flat.element_size()
+        return views
+
+    def take(self, states: States) -> bool:
+        """Copy tensors that are not the block's into it, and give the optimizer the block's; False where one lacks."""
+        for slot in self.slots:
+            own, found = slot.host if slot.here is None else slot.here, slot.current(states)
+            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (own.shape, own.dtype):
+                return False
+            if found is not own:
+                own.copy_(found)
+                states[slot.param][slot.key] = own
+        return True
+
+    def begin_out(self, point: int) -> None:
+        """Begin to copy to the host."""
+        assert self._flat.tensor is not None
+        self._flat.out(self._flat.tensor)
+        self.where, self.point = "leaving", point
+
+    def end_out(self, states: States) -> None:
+        """Give the optimizer the host's tensors, and the device's memory free in the order of the device's work."""
+        for slot in self.slots:
+            if slot.here is not None and slot.current(states) is slot.here:
+                states[slot.param][slot.key] = slot.host
+        self.drop()
+
+    def begin_back(self) -> None:
+        """Begin to copy to the device."""
+        self._flat.back()
+        self.where = "coming"
+
+    def end_back(self, states: States) -> None:
+        """Give the optimizer the device's tensors, wherever they are."""
+        flat = self._flat.get()  # waits for what is being copied, to which the optimizer is about to write
+        if self.where in ("host", "coming"):
+            for slot, view in zip(self.slots, self._views(flat), strict=True):
+                slot.here = view
+                if slot.current(states) is slot.host:
+                    states[slot.param][slot.key] = view
+        self.where = "device"
+
+    def drop(self) -> None:
+        """Leave the device: what is on the host is as good."""
+        for slot in self.slots:
+            slot.here = None
+        self._flat.let_go()
+        self.where = "host"
+
+    def finish(self) -> None:
+        """Let the caller wait until what is on the host is whole."""
+        if self.where != "device":
+            self._flat.finish()
+
+
+def flat_bytes(slots: list[Slot]) -> int:
+    """Return the bytes of a block of these states."""
+    return sum(slot.nbytes for slot in slots)
+
+
+def in_blocks(slots: list[Slot], limit: float) -> list[list[Slot]]:
+    """Return states of at most ``limit`` bytes in groups for a block each.
+
+    A group is of one dtype, and has `BLOCK_BYTES` or one larger state. The largest states and groups come
+    first: copies that come last are short.
+    """
+    groups: list[list[Slot]] = []
+    filled: dict[Any, tuple[list[Slot], int]] = {}  # the last group of a dtype, with its bytes
+    for slot in sorted(slots, key=lambda slot: -slot.nbytes):
+        if slot.nbytes > limit:
+            continue
+        limit -= slot.nbytes
+        group, size = filled.get(slot.dtype, ([], BLOCK_BYTES))
+        if size + slot.nbytes > BLOCK_BYTES:
+            group, size = [], 0
+            groups.append(group)
+        group.append(slot)
+        filled[slot.dtype] = group, size + slot.nbytes
+    return sorted(groups, key=flat_bytes, reverse=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtide.graph import DispatchMode, flop_of, pytree
 from lowtide.memory.attention import is_attention
+from lowtide.memory.saved import tensors_in
 from lowtide.mlp.call import SwigluCall
 
 _ATEN = torch.ops.aten
@@ -79,7 +80,7 @@ class Meter(DispatchMode):  # type: ignore[no-untyped-call]
             out = _grouped(*args)
         else:
             out = func(*args, **kwargs)
-        given, made = tensors_of((args, kwargs)), tensors_of(out)
+        given, made = list(tensors_in((args, kwargs))), list(tensors_in(out))
         there = {x.untyped_storage()._cdata for x in given}
         fresh = {each._cdata: each for x in made if (each := x.untyped_storage())._cdata not in there}
         for storage in fresh.values():
@@ -108,11 +109,6 @@ def _grouped(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
     """Return the result of a grouped GEMM: on the meta device PyTorch has it for bfloat16 alone."""
     groups = [len(offsets)] * (a.dim() == b.dim())
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    """Return the tensors among an operator's or a layer's arguments or results."""
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _work(

@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.graph import pytree
+from lowtide.memory.saved import tensors_in
 from lowtide.memory.stack import find_stack
 from lowtide.plan.arguments import Adapters
-from lowtide.plan.meter import Meter, Work, autocast, stand_ins, tensors_of
+from lowtide.plan.meter import Meter, Work, autocast, stand_ins
 
 MEASURE = "Measure its step instead, with `lowtide profile`."
 # Tokens of the short sequences by which a loop over tokens is read: chunks of linear attention and state spaces divide
@@ -200,7 +201,7 @@ class MetaModel:
 
             Layers may widen the residual stream: all but the first then have the wide input, and theirs is the reading.
             """
-            hidden = _first(x for x in tensors_of((args, kwargs)) if x.is_floating_point())
+            hidden = _first(x for x in tensors_in((args, kwargs)) if x.is_floating_point())
             if kind not in found or found[kind][0] != hidden.dtype:
                 with torch.enable_grad(), _disable_current_modes():
                     found[kind] = hidden.dtype, *self._read(run, self._layers[kind], forward, hidden, args, kwargs)
@@ -253,7 +254,7 @@ class MetaModel:
 
             with saved_tensors_hooks(save, lambda x: x), precision():
                 outputs = forward(*args, **kwargs)
-            output = _first(x for x in tensors_of(outputs) if x.requires_grad)
+            output = _first(x for x in tensors_in(outputs) if x.requires_grad)
             result = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
             size, done, peak, live = output.nbytes, meter.work, meter.peak, meter.live
             del outputs

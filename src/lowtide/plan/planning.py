@@ -76,12 +76,7 @@ def plan_memory(
         device=device,
         **arguments,
     )
-    return plan_step(config, step)
-
-
-def plan_step(config: Any, arguments: PlanArguments) -> MemoryPlan:
-    """Return the plan of a step that is described by `PlanArguments`: `plan_memory`, which has the errors too."""
-    job = Job.of(config, arguments)
+    job = Job.of(config, step)
     search, budget = Search(job), job.gpu.budget(job.size("budget_gib"))
     fastest = search.fastest(budget)
     chosen = fastest or search.front[0]

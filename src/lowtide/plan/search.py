@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any
 
 from lowtide.measure.units import gib
-from lowtide.memory.optimizer_blocks import BLOCK_BYTES
+from lowtide.memory.optimizer import BLOCK_BYTES
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
 from lowtide.plan.job import Job
 from lowtide.plan.step_costs import BESIDE, PAGES, Groups, StepCosts

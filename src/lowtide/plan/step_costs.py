@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.optimizer_blocks import share_away, share_back, share_out
+from lowtide.memory.optimizer import share_away, share_back, share_out
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.plan.config import BYTES, SCALES
