@@ -289,11 +289,11 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "memory": [
         Mutant(
-            "memory/groups.py", "            torch.set_rng_state(cpu)\n", "",
+            "memory/groups.py", "            restore()\n", "",
             "memory/test_policies.py -k dropout_draws",
         ),
         Mutant(
-            "memory/attention.py", "_generator(device).set_rng_state(state, *_index(device))", "pass",
+            "memory/attention.py", "            call.after()\n", "            pass\n",
             "memory/test_policies.py -k packages_operator",
         ),
         Mutant(

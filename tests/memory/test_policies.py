@@ -46,9 +46,14 @@ every_policy = pytest.mark.parametrize("policy", RECOMPUTING, ids=word_of)
 LAYERS, D, HEADS = 5, 24, 3
 
 
-def calls_of(policy: ActivationPolicy, layers: int = LAYERS) -> int:
+def groups_of(policy: ActivationPolicy) -> int:
+    """How many layers save something for backward."""
+    return -(-LAYERS // policy.every)
+
+
+def calls_of(policy: ActivationPolicy) -> int:
     """How often a step calls attention: with groups three times a layer, twice the last one of a group."""
-    return layers if policy.keep != "input" else 3 * layers - policy.saves(layers)
+    return LAYERS if policy.keep != "input" else 3 * LAYERS - groups_of(policy)
 
 
 @pytest.mark.parametrize("policy", [ALL, *RECOMPUTING, TWO, EIGHT], ids=word_of)
@@ -56,7 +61,7 @@ def test_same_to_the_bit(pair: tuple[Any, Any], policy: ActivationPolicy, side: 
     """Attention is called once where its output is saved; offloaded is what layers save, but for the last ones."""
     report = apply_policy(pair[0], policy)
     assert_as_stock(*pair, ids, calls=calls_of(policy), seeds=3)
-    moved, output = (policy.saves(LAYERS) - ON_DEVICE) * policy.offload, policy.keep == "attention"
+    moved, output = (groups_of(policy) - ON_DEVICE) * policy.offload, policy.keep == "attention"
     assert side.pinned == report.host_bytes == moved * ids.numel() * (4 * D + (4 * D + 4 * HEADS) * output)
     assert side.copies == side.begun_back == 3 * moved * (3 if output else 1)
 

@@ -15,7 +15,6 @@ from lowtide.plan import Adapters, PlanArguments, plan_memory
 from lowtide.plan.config import read_settings
 from lowtide.plan.job import Job
 from lowtide.train.shapes import DEFAULT, SHAPES
-from planner.jobs import PROJECTIONS
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
@@ -23,19 +22,6 @@ SMALL = {
     "num_hidden_layers": 3, "hidden_size": 42, "intermediate_size": 72, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 131, "tie_word_embeddings": False,
 }  # fmt: skip
-TYPES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"sliding_window": 16},
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "gemma": {"tie_word_embeddings": True},
-    "gemma2": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16},
-    "gemma3_text": {"layer_types": ["full_attention"] * 3},
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "phi3": {"pad_token_id": 0},
-    "granite": {},
-}
 # Parameters: as counted in the published checkpoints, or in billions as their cards have them.
 PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "llama-3-8b": 8_030_261_248,
@@ -50,25 +36,14 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def job_of(config: Any, dtype: Any = "bfloat16") -> Job:
-    return Job.of(config, PlanArguments(seq_len=64, dtype=dtype, device="h100"))
+def job_of(config: Any) -> Job:
+    return Job.of(config, PlanArguments(seq_len=64, dtype="bfloat16", device="h100"))
 
 
 def on_meta(config: Any) -> Any:
     """A model without weights."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_parameters_are_those_of_the_model(model_type: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
-    model, job = on_meta(config), job_of(config)
-    assert job.model.params == sum(p.numel() for p in model.parameters())
-    assert job.model.vocab_params == model.get_output_embeddings().weight.numel()
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert job.model.layer_params == (layer,) * 3
-    assert job_of({"model_type": model_type, **SMALL, **TYPES[model_type]}) == job
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != DEFAULT])
@@ -125,7 +100,7 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
     [
         ("llama", {"hidden_act": "relu"}, False),
         ("llama", {"hidden_act": "gelu_pytorch_tanh"}, True),
-        ("gemma3_text", {"hidden_activation": "gelu", **TYPES["gemma3_text"]}, False),
+        ("gemma3_text", {"hidden_activation": "gelu", "layer_types": ["full_attention"] * 3}, False),
         ("phi3", {"pad_token_id": 0}, True),
     ],
 )
@@ -143,18 +118,6 @@ def test_mlps_that_a_patch_leaves_alone_have_no_levels(model_type: str, settings
 def test_a_config_that_transformers_refuses_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentValueError, match=r"^config: expected"):
         read_settings({"model_type": "llama", **SMALL, **change})
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
-@pytest.mark.parametrize(("model_type", "targets"), [("gemma2", PROJECTIONS), ("phi3", ("qkv_proj", "o_proj"))])
-def test_adapters_are_counted_as_peft_makes_them(model_type: str, targets: tuple[str, ...]) -> None:
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    made = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=list(targets), task_type="CAUSAL_LM"))
-    trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
-    assert (
-        plan_memory(config, 64, 1, 1, device="h100", adapters=Adapters(5, targets)).job.model.adapter_params == trained
-    )
 
 
 @pytest.mark.parametrize("targets", [("lm_head",), ("nothing",)])

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from lowtide.arguments import is_dtensor
 from lowtide.errors import UnsupportedError, message
 from lowtide.graph import DispatchMode
-from lowtide.memory.saved import Store, stay
+from lowtide.memory.saved import Store, random_state, stay
 
 # aten's fused attention, whatever the backend. The math path is not an operator: it falls apart into matmuls.
 _ATEN = (
@@ -47,7 +47,7 @@ class _Call(NamedTuple):
 
     operator: Any
     outputs: tuple[Callable[[], Any], ...]  # each returns one of its outputs
-    random_state: tuple[torch.device, Tensor] | None  # behind it, where it has dropout
+    after: Callable[[], None] | None  # sets the random state behind it, where it has dropout
 
 
 class SavedAttention:
@@ -68,8 +68,9 @@ class SavedAttention:
     def save(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save what an operator returned."""
         values = outputs if isinstance(outputs, tuple) else (outputs,)
-        state = _random_state(values) if _has_dropout(operator, args, kwargs) else None
-        self.calls.append(_Call(operator, tuple(map(self._saved, values)), state))
+        dropout = _has_dropout(operator, args, kwargs)
+        after = random_state(next(x for x in values if isinstance(x, Tensor))) if dropout else None
+        self.calls.append(_Call(operator, tuple(map(self._saved, values)), after))
 
     def _saved(self, value: Any) -> Callable[[], Any]:
         if is_dtensor(value):  # of attention over several ranks, as in context parallelism
@@ -91,9 +92,8 @@ class SavedAttention:
             expected = f"call {index} of attention to be {call.operator if call else 'none'}, as in forward"
             hint = "The layer takes another path in its recompute: set keep='all' for it."
             raise UnsupportedError(message("keep", expected, operator, hint))
-        if call.random_state is not None:
-            device, state = call.random_state
-            _generator(device).set_rng_state(state, *_index(device))
+        if call.after is not None:
+            call.after()
         values = tuple(get() for get in call.outputs)
         return values if len(values) > 1 else values[0]
 
@@ -155,17 +155,3 @@ def _argument_names(operator: Any) -> list[str]:
     if operator.name() == "flex_attention":  # without dropout, and without a schema
         return []
     return [argument.name for argument in operator._schema.arguments]
-
-
-def _random_state(values: tuple[Any, ...]) -> tuple[torch.device, Tensor]:
-    device = next(x for x in values if isinstance(x, Tensor)).device
-    return device, _generator(device).get_rng_state(*_index(device))
-
-
-def _generator(device: torch.device) -> Any:
-    """Return the module with a device's random state."""
-    return torch if device.type == "cpu" else torch.get_device_module(device)
-
-
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "cpu" else (device,)

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.graph import run_in_eager
-from lowtide.memory.saved import Get, Store, hidden_states_of, stay
+from lowtide.memory.saved import Get, Store, hidden_states_of, random_state, stay
 
 Run = Callable[[Tensor], Any]
 Save = Callable[[Run, Tensor], Any]
@@ -116,15 +115,15 @@ def _nothing(_: object) -> Any:
 
 def random_state_and_autocast(hidden: Tensor) -> Callable[[], AbstractContextManager[None]]:
     """Return what makes contexts with PyTorch's random state and autocast as they are now."""
-    device_type, cpu, (devices, states) = hidden.device.type, torch.get_rng_state(), get_device_states(hidden)
+    device_type, restore = hidden.device.type, random_state(hidden)
+    devices = [hidden.device] if device_type != "cpu" else []
     kinds = filter(torch.amp.is_autocast_available, {"cpu", device_type})
     casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         with torch.random.fork_rng(devices, device_type=device_type), contextlib.ExitStack() as stack:
-            torch.set_rng_state(cpu)
-            set_device_states(devices, states, device_type=device_type)
+            restore()
             for cast in casts:
                 # Casts of weights that a cache would hold have no graph here; backward may run under autocast too.
                 stack.enter_context(torch.autocast(*cast, cache_enabled=False))

@@ -85,10 +85,6 @@ class ActivationPolicy:
             hint = "Take keep='input' with every > 1."
             raise ArgumentValueError(message("every", f"1 with keep={self.keep!r}", f"{self.every}", hint))
 
-    def saves(self, layers: int) -> int:
-        """Return how many of so many consecutive layers save something for backward."""
-        return -(-layers // self.every)
-
 
 Mixture = tuple[tuple[ActivationPolicy, int], ...]  # policies of layers one after another, each with its number of them
 

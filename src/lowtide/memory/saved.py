@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.errors import UnsupportedError, message
 
@@ -46,6 +47,17 @@ def detached(tensor: Tensor) -> Tensor:
     # There, the key that shares counters between a tensor and its views is switched off.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def random_state(tensor: Tensor) -> Callable[[], None]:
+    """Return what sets PyTorch's random state back to what it is now, on the CPU and on a tensor's device."""
+    cpu, (devices, states), kind = torch.get_rng_state(), get_device_states(tensor), tensor.device.type
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        set_device_states(devices, states, device_type=kind)
+
+    return restore
 
 
 def changed_in_place() -> UnsupportedError:

@@ -67,14 +67,9 @@ def _as_layers(module: nn.Module, prefix: str) -> dict[str, nn.Module] | None:
         return None  # a module twice in the list would have two policies
     if not all(any(True for _ in layer.children()) for layer in layers.values()):
         return None
-    one_class = len(set(map(stock_class, layers.values()))) == 1
+    # By name, which children of a class that patches and FSDP2 make share.
+    one_class = len({(type(layer).__module__, type(layer).__qualname__) for layer in layers.values()}) == 1
     return layers if one_class or all(map(_is_kind, layers.values())) else None
-
-
-def stock_class(layer: nn.Module) -> tuple[str, str]:
-    """Return a module's class by name, which children of it that patches and FSDP2 make share."""
-    cls: type = type(layer)
-    return cls.__module__, cls.__qualname__
 
 
 def _is_kind(layer: nn.Module) -> bool:

@@ -124,11 +124,6 @@ class Job(PlanArguments):
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def element(self) -> int:
-        """Return the bytes of a parameter, and of a number of the residual stream."""
-        return int(self.dtype.itemsize)
-
-    @property
     def operand(self) -> torch.dtype:
         """Return the dtype that GEMMs read and write."""
         return torch.bfloat16 if self.autocast else self.dtype
@@ -152,7 +147,7 @@ class Job(PlanArguments):
     def weight_bytes(self) -> int:
         """Return the bytes of the model's parameters, without adapters."""
         packed = int(self.packed_params * BYTES[self.quantised.four_bit])
-        return (self.model.params - self.packed_params) * self.element + packed
+        return (self.model.params - self.packed_params) * self.dtype.itemsize + packed
 
     @cached_property
     def head_plan(self) -> HeadPlan:

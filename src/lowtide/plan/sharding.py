@@ -66,7 +66,7 @@ def ranks_of(job: Job) -> Ranks:
 def _alone(job: Job) -> Ranks:
     """Return a GPU that has all of a job."""
     model, kind, L = job.model, OPTIMIZERS[job.optimizer], job.layers
-    size, trained, by_layer = job.element, model.params, np.array(model.layer_params)
+    size, trained, by_layer = job.dtype.itemsize, model.params, np.array(model.layer_params)
     if job.adapters is not None:  # in float32, whatever the frozen weights are
         size, trained, by_layer = 4, model.adapter_params, np.full(L, model.adapter_params // L)
     gradients = trained * size
@@ -112,11 +112,11 @@ def _sharded(job: Job) -> Ranks:
     # Under autocast parameters are cast before they are gathered, and so is the stream.
     narrow = replace(job, dtype=torch.bfloat16, autocast=False) if job.autocast else job
     alone, whole = _alone(replace(narrow, keep_gradients=job.keep_gradients or deepspeed)), _alone(job)
-    g = narrow.element  # bytes of what is gathered, and of what is reduced:
-    r = g if deepspeed else job.element if full else 4
+    g = narrow.dtype.itemsize  # bytes of what is gathered, and of what is reduced:
+    r = g if deepspeed else job.dtype.itemsize if full else 4
     # Numbers of the units, of which those in 4 bits count as what they take in the job's dtype; and the trained ones.
     packed, added = job.packed_params // L, model.adapter_params // L
-    smaller = packed * (1 - BYTES[job.quantised.four_bit] / job.element)
+    smaller = packed * (1 - BYTES[job.quantised.four_bit] / job.dtype.itemsize)
     layers = (np.array(model.layer_params) - smaller).astype(int) + added
     trained = np.array(model.layer_params) if full else np.full(L, added)
     embedding = 0 if model.tied else model.vocab_params

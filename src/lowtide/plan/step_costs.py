@@ -165,7 +165,7 @@ class StepCosts:
     def _without_layers(self) -> dict[str, Any]:
         """Return the bytes of each part in each phase that no policy changes."""
         job, ranks, model = self.job, self.ranks, self.job.model
-        e, L, seq_len = job.element, job.layers, job.seq_len
+        e, L, seq_len = job.dtype.itemsize, job.layers, job.seq_len
         stream = job.tokens * model.hidden * e
         vocab = model.vocab_params * e * (job.adapters is None)
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
@@ -264,6 +264,6 @@ def _seconds_without_layers(job: Job, stepped: int) -> float:
     gemms = (4 if plan.schedule == "blocks" or plan.gradient == "recompute" else 3) - (not full)
     flop = 2 * gemms * job.tokens * model.vocab_params
     read: float = 0 if plan.backend == "exp" else 3 * 4 * job.tokens * model.vocab  # float32 logits, read and written
-    read += (4 if model.tied else 1) * model.vocab_params * job.element * full
+    read += (4 if model.tied else 1) * model.vocab_params * job.dtype.itemsize * full
     read += OPTIMIZERS[job.optimizer].traffic * stepped
     return float(flop / (job.gpu.gemm(job.narrow) * HEAD_SHARE) + read / job.gpu.bandwidth)
