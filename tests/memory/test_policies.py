@@ -294,10 +294,10 @@ def test_what_is_no_policy(given: dict[str, Any], error: type[Exception], says: 
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("input/1 every 4", ActivationPolicy(every=4, mlp_level=1)),
+        ("input/1 every 4", ActivationPolicy(keep="input", every=4, mlp_level=1)),
         (
             "input/0 by 512 every 12 offloaded",
-            ActivationPolicy(every=12, mlp_level=0, mlp_tile_tokens=512, offload=True),
+            ActivationPolicy(keep="input", every=12, mlp_level=0, mlp_tile_tokens=512, offload=True),
         ),
         ("attention offloaded", OFFLOADED_ATTENTION),
         ("all/1", ActivationPolicy(mlp_level=1)),

@@ -206,17 +206,17 @@ def _groups(policies: dict[str, ActivationPolicy]) -> list[list[str]]:
     return [names[i : i + every] for every, names in runs for i in range(0, len(names), every)]
 
 
-def _with(attribute: str, layer: nn.Module) -> dict[str, Any]:
-    """Return a layer's modules that have an attribute, by name."""
-    return {name: module for name, module in layer.named_modules() if hasattr(module, attribute)}
+def _with(attribute: str, layer: nn.Module) -> list[nn.Module]:
+    """Return a layer's modules that have an attribute."""
+    return [module for module in layer.modules() if hasattr(module, attribute)]
 
 
 def _adopt(layer: nn.Module, state: LayerState) -> None:
     """Put a layer under its policy."""
     for setting, attribute in _MLP.items():
         value = getattr(state.policy, setting)
-        for name, module in _with(attribute, layer).items() if value is not None else ():
-            state.before[name, attribute] = getattr(module, attribute)
+        for module in _with(attribute, layer) if value is not None else ():
+            state.before.append((module, attribute, getattr(module, attribute)))
             setattr(module, attribute, value)
     vars(layer)[_STATE] = state
     if state.policy.keep != "all" and not any(_BASE in vars(cls) for cls in type(layer).__mro__):
@@ -229,10 +229,9 @@ def _restore(layer: nn.Module) -> None:
     state: LayerState | None = vars(layer).pop(_STATE, None)
     if state is None:
         return
-    modules: dict[str, Any] = dict(layer.named_modules())
-    for (name, attribute), value in state.before.items():
-        if hasattr(modules.get(name), attribute):  # unpatched since, it has none
-            setattr(modules[name], attribute, value)
+    for module, attribute, value in state.before:
+        if hasattr(module, attribute):  # unpatched since, it has none
+            setattr(module, attribute, value)
     if state.offloader is not None:
         state.offloader.close()
     # A class that something else put on top (fully_shard) stays, and ours inside it runs the stock forward from now on.

@@ -34,28 +34,15 @@ class LayerState:
     moves: bool = False  # whether what it saves goes to the host: the last layers' stays
     group: Group | None = None  # with every > 1: it, and the layers of which one input is saved
     first: bool = True  # of its group
-    before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
+    before: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # what attributes of its MLP were
 
 
 def run_layer(
     layer: nn.Module, state: LayerState, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a layer's own ``forward`` so that its graph saves what the policy sets, and recomputes the rest in backward.
+    """Run a layer's stock ``forward`` so that its graph saves what the policy sets and recomputes the rest in backward.
 
-    Without gradients, and in evaluation with a cache to fill, it is the layer's own ``forward``.
-
-    Args:
-        layer: The layer.
-        state: Its policy, with ``keep`` "attention" or "input".
-        forward: The layer's stock forward, bound to it.
-        args: The call's positional arguments.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys,
-            or that it has left empty before; ``keep="attention"``, and no fused attention ran; ``every`` above 1 for a
-            layer that is compiled, or whose weights are gathered for its turn; offloading, from a device that is none
-            or to a host without room.
+    Without gradients, and in evaluation with a cache to fill, nothing else happens. `apply_policy` has the errors.
     """
     records = torch.is_grad_enabled()
     if records and getattr(layer, "gradient_checkpointing", False) and layer.training:

@@ -22,11 +22,7 @@ _LAYERS_HINT = "Offload fewer layers, keep='input' instead of 'attention', train
 
 
 class Side:
-    """Copies to and from the host beside a CUDA device's computing: a stream for each direction, as its copy engines.
-
-    Args:
-        device: The device.
-    """
+    """Copies to and from the host beside what a CUDA device computes: a stream for each direction, as its engines."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

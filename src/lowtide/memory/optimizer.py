@@ -109,16 +109,7 @@ def offload_optimizer(
 
 
 class OptimizerOffload:
-    """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it.
-
-    Args:
-        optimizer: The optimizer.
-        layers: The layers, in the order of forward.
-        side: What copies the states.
-        limit: The most bytes that leave.
-        host_limit: The most bytes of host memory, None: what is free.
-        backwards: Backward passes per step, in the last of which states come back; 0: after all of them.
-    """
+    """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it."""
 
     def __init__(
         self,
@@ -130,7 +121,8 @@ class OptimizerOffload:
         backwards: int,
     ) -> None:
         self.owner = weakref.ref(optimizer)
-        self._layers, self._side, self._backwards = layers, side, backwards
+        self._layers, self._side = layers, side
+        self._backwards = backwards  # per step, in the last of which states come back; 0: after all of them
         self._limit, self._host_limit = limit, host_limit
         self._blocks: list[Block] = []
         self._signature: list[Any] = []
@@ -293,11 +285,7 @@ class OptimizerOffload:
 class _Hook:
     """Calls a method of an `OptimizerOffload` with its optimizer, for as long as both live.
 
-    Copies and pickles of what a hook is registered on have one that calls nothing.
-
-    Args:
-        method: The method; None: it calls nothing.
-        args: What the method is called with behind the optimizer.
+    Copies and pickles of what a hook is registered on have one without a method, which calls nothing.
     """
 
     def __init__(self, method: Callable[..., Any] | None = None, *args: int) -> None:

@@ -66,7 +66,7 @@ class Search:
         ]
         self.ladder = sorted(rungs, key=lambda p: not p.offload and self.costs.of_layers(p).saved.sum())
         self.sparse = [
-            ActivationPolicy(mlp_level=levels[-1], every=k, offload=out)
+            ActivationPolicy(keep="input", mlp_level=levels[-1], every=k, offload=out)
             for out in reversed(places)
             for k in EVERY
             if job.gpus == 1
