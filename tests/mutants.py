@@ -283,7 +283,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "losses/test_multi_token.py -k future",
         ),
         Mutant(
-            "losses/multi_token.py", "sums = [part.sum() / f for part, f in", "sums = [part.sum() for part, f in",
+            "losses/multi_token.py", "part.sum() / f for part, f in", "part.sum() for part, f in",
             "losses/test_multi_token.py -k values",
         ),
     ],

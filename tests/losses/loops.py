@@ -23,15 +23,12 @@ class Batch:
     ref: Tensor
     sampler: Tensor
     entropy: Tensor
-    sum_sq_prob: Tensor
     divergence: Tensor
     token_advantage: Tensor
     advantage: Tensor
     mask: Tensor
 
-    TOKENS = (
-        "logprob", "old", "ref", "sampler", "entropy", "sum_sq_prob", "divergence", "token_advantage",
-    )  # fmt: skip
+    TOKENS = ("logprob", "old", "ref", "sampler", "entropy", "divergence", "token_advantage")
 
     def kept(self) -> list[list[int]]:
         """Return the kept positions of each sequence."""
@@ -59,7 +56,6 @@ def batch(
         "ref": old + spread * normal(B, T),
         "sampler": old + spread * normal(B, T),
         "entropy": normal(B, T).abs(),
-        "sum_sq_prob": torch.rand(B, T, generator=g, dtype=torch.float64) * 0.9 + 0.05,
         "divergence": normal(B, T).abs(),
         "token_advantage": normal(B, T),
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowtide.arguments import check_device, check_index, check_tensor, detached, operand_dtype, positive_scalar
+from lowtide.arguments import check_device, check_index, check_tensor, detached, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.call import scalar_on
 from lowtide.head.cross_entropy import linear_cross_entropy, mean_and_parts
@@ -55,12 +55,11 @@ def multi_token_loss(
 
     Each mean is over the head's own valid labels: see `future_labels` for where there are none. A head without any has
     the loss 0. Heads with one weight in common, as DeepSeek-V3's modules, are one call over all their tokens: a list of
-    hidden states is concatenated (KND numbers), and one gradient of the weight is stored instead of K. Heads with
+    hidden states is stacked (KND numbers), and one gradient of the weight is stored instead of K. Heads with
     weights of their own, as Medusa's, are a call each.
 
     Args:
-        inputs: Hidden states of the heads, a tensor [K, ..., T, D] or K tensors [..., T, D]. A tensor of fewer tokens
-            [..., T_k, D] has those of the sequence's first T_k positions.
+        inputs: Hidden states of the heads, a tensor [K, ..., T, D] or K tensors [..., T, D].
         linear_weight: The output embedding [V, D] of all heads, or K of them.
         labels: Class indices [..., T], not shifted, or ``ignore_index``.
         weights: K factors above 0. None: 1 / K, the mean of the heads. Medusa's are 0.8**k, those of DeepSeek-V3's
@@ -100,11 +99,10 @@ def multi_token_loss(
     factors = [1 / K] * K
     if weights is not None:
         factors = [check_positive(f"weights[{k}]", value) for k, value in enumerate(_per_head("weights", weights, K))]
-    ahead = future_labels(labels, K, first=first, documents=documents, ignore_index=ignore_index)
-    targets = [y[..., : x.shape[-2]].contiguous() for x, y in zip(heads, ahead, strict=True)]
+    targets = future_labels(labels, K, first=first, documents=documents, ignore_index=ignore_index)
     wide = torch.promote_types(heads[0].dtype, torch.float32)
     if num_items is None:
-        counts = [(y != ignore_index).sum(dtype=wide).clamp(min=1) for y in targets]
+        counts = list((targets != ignore_index).flatten(1).sum(1, dtype=wide).clamp(min=1))
     else:
         several = isinstance(num_items, Tensor) and num_items.dim() == 1
         numbers = _per_head("num_items", list(num_items), K) if several else [num_items] * K  # type: ignore[arg-type]
@@ -125,22 +123,17 @@ def multi_token_loss(
         got = f"a {type(linear_bias).__name__}"
         raise ArgumentTypeError(message("linear_bias", "one tensor or None, as linear_weight is one", got))
     for k, x in enumerate(heads):
-        if x.shape[-1] != heads[0].shape[-1]:
-            expected = f"shape [..., {heads[0].shape[-1]}], as inputs[0] has, with one linear_weight for all"
+        if x.shape != heads[0].shape:
+            expected = f"shape {list(heads[0].shape)}, as inputs[0] has, with one linear_weight for all"
             raise ArgumentValueError(message(f"inputs[{k}]", expected, f"shape {list(x.shape)}"))
-        if operand_dtype(x) != operand_dtype(heads[0]):
-            expected = f"dtype {heads[0].dtype}, as inputs[0] has, with one linear_weight for all"
-            raise ArgumentTypeError(message(f"inputs[{k}]", expected, str(x.dtype), "Cast one of them."))
-    joined = inputs if isinstance(inputs, Tensor) else torch.cat([x.flatten(0, -2) for x in heads])
+    joined = inputs if isinstance(inputs, Tensor) else torch.stack(heads)
     most = torch.stack(counts).amax()  # not 1: an fp16 gradient would sink below fp16's smallest numbers
-    token_weights = [(f * most / n).expand(y.numel()) for f, n, y in zip(factors, counts, targets, strict=True)]
+    weight_K = torch.stack([f * most / n for f, n in zip(factors, counts, strict=True)])
+    token_weight = weight_K.view(K, *[1] * labels.dim()).expand(targets.shape)
     loss, parts = mean_and_parts(
-        joined, linear_weight, torch.cat([y.flatten() for y in targets]).view(joined.shape[:-1]),
-        token_weight=torch.cat(token_weights).view(joined.shape[:-1]), num_items=most, linear_bias=linear_bias, **head,
-    )  # fmt: skip
-    parts_of_heads = torch.split(parts.flatten(), [y.numel() for y in targets])
-    sums = [part.sum() / f for part, f in zip(parts_of_heads, factors, strict=True)]
-    return StepLosses(loss, torch.stack(sums) / most)
+        joined, linear_weight, targets, token_weight=token_weight, num_items=most, linear_bias=linear_bias, **head
+    )
+    return StepLosses(loss, torch.stack([part.sum() / f for part, f in zip(parts, factors, strict=True)]) / most)
 
 
 def future_labels(
@@ -200,9 +193,9 @@ def _checked_inputs(inputs: Any, labels: Tensor) -> list[Tensor]:
         raise ArgumentTypeError(message("inputs", expected, got, "Of one head: inputs[None]."))
     heads = list(inputs)
     for k, x in enumerate(heads):
-        name, (*leading, T) = f"inputs[{k}]", labels.shape
-        if check_tensor(name, x).dim() < 2 or list(x.shape[:-2]) != leading or x.shape[-2] > T:
-            expected = f"shape {[*leading, T, 'D']}, or fewer tokens than {T}, as labels has these"
+        name = f"inputs[{k}]"
+        if check_tensor(name, x).shape[:-1] != labels.shape:
+            expected = f"shape {[*labels.shape, 'D']}, as labels has these"
             raise ArgumentValueError(message(name, expected, f"shape {list(x.shape)}"))
         check_device(name, x, labels, "labels")
     return heads
