@@ -77,8 +77,6 @@ def test_each_block_has_its_phase_and_its_owner() -> None:
     assert told["peak"]["gib"] == told["peak_gib"] == 178 * KIB / 2**30
     assert told["peak"]["phase"] == "head"
     assert 101 <= told["peak"]["ms"] <= 401
-    by_layer = {name: gib * 2**20 for name, gib in told["peak"]["activations_gib"].items()}
-    assert by_layer == {"embedding": 3, "layer 0": 5}
     assert told["segments"][-1]["end_ms"] == sum(lengths)
     assert told["time_by_kind_ms"][HEAD] == 300
     line = told["timeline"]

@@ -6,16 +6,13 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowtide.bench.settings import setting
 from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.output_file import check_output_file
 from lowtide.measure.units import gib
-from lowtide.plan import plan_memory
 from lowtide.plan.arguments import Adapters, PlanArguments
 from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.gpus import gpu_named
@@ -46,27 +43,20 @@ examples:
       real steps on the GPU at hand, predicted beside measured"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    """What `lowtide plan` has beside the arguments of a plan."""
-
-    model: str | None = setting(
-        None, f"a config.json, a folder with one, or one of {', '.join(SHAPES)}", metavar="MODEL"
-    )
-    load_in_4bit: bool = setting(False, "the frozen layers in 4 bits (QLoRA), with --lora-rank")
-    layers: int | None = setting(None, "plan for so many layers instead of the model's")
-    json: str | None = setting(
-        None, "write the plan as JSON; - is the standard output, and the text then goes to stderr", metavar="FILE"
-    )
-    check: bool = setting(False, "run real steps with random weights on the GPU at hand, and compare")
-
-
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     about = "a config of trl sft, lowtide train or axolotl, with its DeepSpeed JSON"
     parser.add_argument("run", nargs="?", metavar="RUN.YAML", help=about)
-    for config in (_Command, PlanArguments, Adapters):
+    about = f"a config.json, a folder with one, or one of {', '.join(SHAPES)}"
+    parser.add_argument("--model", metavar="MODEL", help=about)
+    parser.add_argument("--load-in-4bit", action="store_true", help="the frozen layers in 4 bits, with --lora-rank")
+    parser.add_argument("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
+    about = "write the plan as JSON; - is the standard output, and the text then goes to stderr"
+    parser.add_argument("--json", metavar="FILE", help=about)
+    about = "run real steps with random weights on the GPU at hand, and compare"
+    parser.add_argument("--check", action="store_true", help=about)
+    for config in (PlanArguments, Adapters):
         add_options(parser, config)
     parser.set_defaults(main=main, flags={"config": "--model", "adapters": "--lora-rank"})
 
@@ -77,20 +67,21 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something that the user can fix.
     """
-    command = _Command(**given(arguments, _Command))
-    to_stdout = command.json == "-"
-    check_output_file("json", None if to_stdout else command.json)  # before minutes of a check are spent
+    to_stdout = arguments.json == "-"
+    check_output_file("json", None if to_stdout else arguments.json)  # before minutes of a check are spent
     if (file := arguments.run) in SHAPES:
         raise ArgumentValueError(message("run", "a YAML file", file, f"Give --model {file}."))
     run = RunFile() if file is None else read_run(Path(file))
-    step, settings = _asked(arguments, command, run)
+    step, settings = _asked(arguments, run)
     if sys.stderr.isatty():  # importing and tracing take seconds
         sys.stderr.write(f"lowtide plan: {settings['model_type']}: one layer of each kind is traced, without weights\n")
+    from lowtide.plan import plan_memory
+
     plan = plan_memory(settings, **vars(step))
     report, status, out = plan.to_dict(), 0, sys.stderr if to_stdout else sys.stdout
     width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if out.isatty() else None
     out.write(f"{plan.text(width, checkpointed=run.checkpointed)}\n")
-    if command.check:
+    if arguments.check:
         from lowtide.bench.plan_check import check_plan, check_text
 
         report["check"] = checked = check_plan(settings, plan)
@@ -99,15 +90,15 @@ def main(arguments: argparse.Namespace) -> int:
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     if to_stdout:
         sys.stdout.write(text)
-    elif command.json is not None:
-        Path(command.json).write_text(text)
-        out.write(f"written: {command.json}\n")
+    elif arguments.json is not None:
+        Path(arguments.json).write_text(text)
+        out.write(f"written: {arguments.json}\n")
     return status
 
 
-def _asked(arguments: argparse.Namespace, command: _Command, run: RunFile) -> tuple[PlanArguments, dict[str, Any]]:
+def _asked(arguments: argparse.Namespace, run: RunFile) -> tuple[PlanArguments, dict[str, Any]]:
     """Return what is to be planned, and the model's config, for which transformers is loaded once all else is right."""
-    own, lora, model = vars(arguments), given(arguments, Adapters), command.model or run.model
+    own, lora, model = vars(arguments), given(arguments, Adapters), arguments.model or run.model
     values = {**run.arguments, **given(arguments, PlanArguments)}
     for name, there in (("model", model or None), ("seq_len", values.get("seq_len"))):
         if there is None:
@@ -120,11 +111,11 @@ def _asked(arguments: argparse.Namespace, command: _Command, run: RunFile) -> tu
     if not own.get("device", "cuda").lower().startswith("cuda"):
         gpu_named(own["device"])
     step = PlanArguments(**values)
-    if command.check and (step.attention_mask or not step.fused_mlp or step.gpus > 1):
+    if arguments.check and (step.attention_mask or not step.fused_mlp or step.gpus > 1):
         raise ArgumentValueError(message("check", "a plan of a patched model, without a mask, on one GPU", "another"))
     settings = read_settings(SHAPES.get(model) or config_file(model))
-    if command.layers is not None:
-        settings = with_layers(settings, command.layers)
-    if command.load_in_4bit or run.four_bit:
+    if arguments.layers is not None:
+        settings = with_layers(settings, arguments.layers)
+    if arguments.load_in_4bit or run.four_bit:
         settings["quantization_config"] = nf4(nested=run.nested)
     return step, settings

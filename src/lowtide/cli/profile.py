@@ -10,7 +10,7 @@ from lowtide.profile.config import ProfileConfig
 
 _DESCRIPTION = """\
 Run a few training steps of a model with random weights by each implementation, each in its own process, and show where
-memory and time go: memory over the time of a step by owner (weights, gradients, optimizer, activations by layer, head,
+memory and time go: memory over the time of a step by owner (weights, gradients, optimizer, activations, head,
 transients) with the phases labelled (forward of each layer, head, backward, optimizer), the peak by owner, the time by
 phase. Writes DIR/<date>-profile-<gpu>.json, .png and .html (the tables and the plot on one page), for each
 implementation a trace (perfetto.dev) and, on a GPU, PyTorch's memory snapshot (pytorch.org/memory_viz). An

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -140,8 +139,10 @@ def describe(
     On a GPU the allocator runs ahead of the kernels: an event is drawn in its phase, not at the host's time. Of more
     than `POINTS` events neighbours are one point of the timeline: the one with the most memory.
     """
-    phases, blocks = recording.phases, recording.blocks
-    owners = dict(zip(map(id, blocks), owners_of(recording, gradients), strict=True))
+    phases, owners = (
+        recording.phases,
+        dict(zip(map(id, recording.blocks), owners_of(recording, gradients), strict=True)),
+    )
     columns = {owner: i for i, owner in enumerate(OWNERS)}
     live = np.zeros((len(recording.events) + 1, len(OWNERS)), dtype=np.int64)  # before the step, and after each event
     live[0] = [before.get(owner, 0) for owner in OWNERS]
@@ -157,11 +158,6 @@ def describe(
         {"name": str(phase), "kind": phase.kind, "layer": phase.layer, "begin_ms": begin, "end_ms": end}
         for phase, (begin, end) in zip(phases, pairwise(bounds), strict=False)
     ]
-    by_layer: dict[str, int] = defaultdict(int)
-    for block in blocks:
-        if block.is_live_before(peak) and owners[id(block)] == ACTIVATIONS:
-            phase = phases[block.phase]
-            by_layer[f"layer {phase.layer}" if phase.kind == FORWARD else str(phase)] += block.bytes
     time_by_kind = {kind: sum(s["end_ms"] - s["begin_ms"] for s in segments if s["kind"] == kind) for kind in KINDS}
     return {
         "segments": segments,
@@ -177,6 +173,5 @@ def describe(
             "ms": float(times[peak]),
             "phase": str(phases[bisect_left(recording.begins, max(peak, 1)) - 1]),
             "owners_gib": {owner: gib(int(live[peak, i])) for owner, i in columns.items()},
-            "activations_gib": {layer: gib(size) for layer, size in by_layer.items()},
         },
     }

@@ -61,12 +61,11 @@ def _cells(head: str, rows: Sequence[Row], lines: Mapping[str, Sequence[Any]]) -
 
 
 def tables(result: Row) -> list[Cells]:
-    """Return the peaks by owner, the times by phase, and the activations at the peaks by layer; without rows, none."""
+    """Return the peaks by owner and the times by phase; without rows, none."""
     drawn = [row for row in result["implementations"] if "peak" in row]
     if not drawn:
         return []
     peaks, (unit, scale) = [row["peak"] for row in drawn], _unit_of(result)
-    layers = dict.fromkeys(name for peak in peaks for name in peak["activations_gib"])
 
     def sizes(parts: Iterable[Row], key: str) -> list[float | None]:
         return [part[key] * scale if key in part else None for part in parts]
@@ -91,8 +90,7 @@ def tables(result: Row) -> list[Cells]:
             "loss, last step": [f"{row['losses'][-1]:.4f}" for row in whole],
         }
         found.append(_cells("time, ms", whole, times))
-    activations = {name: sizes((peak["activations_gib"] for peak in peaks), name) for name in layers}
-    return [*found, _cells(f"activations at the peak, {unit}", drawn, activations)]
+    return found
 
 
 def draw_profile(file: Path, result: Row) -> None:
@@ -140,4 +138,4 @@ def write_page(file: Path, result: Row, plot: Path | None) -> None:
 
 def text_of(result: Row) -> str:
     """Return the peaks by owner and the times by phase."""
-    return "\n" + "".join(f"{table(cells)}\n\n" for cells in tables(result)[:-1])
+    return "\n" + "".join(f"{table(cells)}\n\n" for cells in tables(result))
