@@ -59,7 +59,8 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
     base: Any = layer
     adapter: LowRankAdapter | None = None
     around: tuple[nn.Module, ...] = () if layer is module else (module,)
-    if is_lora(layer):
+    adapted = is_lora(layer)
+    if adapted:
         if not _is_own(layer, _LORA):
             return f"is a {type(layer).__name__}, not the LoRA layer of a plain torch.nn.Linear"
         active = _active(layer)
@@ -67,8 +68,10 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
             return active
         base, adapter = children_of(layer)["base_layer"], active
         around += (layer,) if adapter is None else (layer, adapter.dropout)
-    why_not = _why_not_packed(base) if _is_four_bit(base) else why_not_plain(base, is_lora(layer))
-    return why_not or AdaptedLinear(base, adapter, around, _is_four_bit(base))
+    if plain_class(base) is nn.Linear:
+        return AdaptedLinear(base, adapter, around, four_bit=False)
+    why_not = _why_not_packed(base) if _is_four_bit(base) else why_not_plain(base, adapted)
+    return why_not or AdaptedLinear(base, adapter, around, four_bit=True)
 
 
 def why_not_plain(layer: nn.Module, adapted: bool = False) -> str | None:
@@ -125,7 +128,8 @@ def _active(lora: Any) -> LowRankAdapter | str | None:
     if type(adapter.dropout) not in (nn.Dropout, nn.Identity):
         return f"drops by a {type(adapter.dropout).__name__}"
     biases = [parameters_of(linear).get("bias") for linear in (adapter.a, adapter.b)]
-    if type(adapter.scale) not in (int, float) or biases != [None, None]:
+    plain = all(plain_class(linear) is nn.Linear for linear in (adapter.a, adapter.b))
+    if not plain or type(adapter.scale) not in (int, float) or biases != [None, None]:
         return "has an adapter of another form than LoRA's (a bias, or a scale that is no number)"
     if not getattr(lora, "cast_input_dtype_enabled", True):
         return "does not cast its input to its adapter's dtype"

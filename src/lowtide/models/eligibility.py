@@ -6,7 +6,7 @@ Pure functions. Those named ``why_not_`` return the reason against it, or None.
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -149,14 +149,9 @@ def runs_stock(x: object) -> bool:
     return torch.compiler.is_compiling() or has_nothing_to_save(x)
 
 
-def are_plain_linears(linears: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> bool:
-    """Whether ``linears`` are exactly ``torch.nn.Linear``, with weights of any type, and no hook reads their calls.
-
-    ``others`` are modules between them, which may have no hooks and no forward on the instance either.
-    """
-    if any(plain_class(linear) is not nn.Linear for linear in linears):
-        return False
-    for module in (*linears, *others):
+def are_untouched(modules: Iterable[nn.Module]) -> bool:
+    """Whether no hook reads the calls of these modules, and none has a forward on the instance."""
+    for module in modules:
         if "forward" in vars(module) or has_hooks(module):
             return False
     return torch.compiler.is_compiling() or not _has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from lowtide.distributed.zero import shape_of
 from lowtide.mlp.call import JOINED
 from lowtide.mlp.experts import Form, experts_mlp
 from lowtide.models import probe
-from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
+from lowtide.models.eligibility import are_untouched, has_nothing_to_save, is_ordinary
 from lowtide.models.instance import children_beside, parameters_of, with_fused
 
 INPUTS = 3
@@ -101,7 +101,7 @@ def overrides(base: Any, form: Form, transposed: bool, keeps: bool) -> dict[str,
 
     def run(experts: Any, x: Any, ids: Any, routing: Any) -> Tensor | None:
         level: Any = getattr(experts, LEVEL, None)
-        if level is None or has_nothing_to_save(x) or not are_plain_linears((), children_beside(experts, WEIGHTS)):
+        if level is None or has_nothing_to_save(x) or not are_untouched(children_beside(experts, WEIGHTS)):
             return None
         weights: list[Any] = [getattr(experts, name, None) for name in _NAMES]
         dtype = _dtype(x, ids, routing, weights, keeps)

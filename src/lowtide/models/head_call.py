@@ -146,16 +146,17 @@ def fold(steps: Iterable[Step]) -> LogitArguments | None:
     return LogitArguments(scale, cap, tuple(offsets), normalised, sign)
 
 
+@dataclass
 class LossState:
     """The state of a patched model: one attribute of the instance."""
 
-    scoring = False  # calls without labels have lazy logits too
-
-    def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
-        self.report, self.options, self.warned = report, options, False
-        self.head: nn.Module | None = None
-        self.why_not: str | None = None
-        self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
+    report: PatchReport
+    options: HeadOptions | None
+    scoring: bool = False  # calls without labels have lazy logits too
+    warned: bool = False
+    head: nn.Module | None = None
+    why_not: str | None = None
+    gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
     def count_built(self, why: str, hint: str) -> None:
         """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""

@@ -25,7 +25,7 @@ from lowtide.models.adapters import (
     low_rank_projections,
     why_not_together,
 )
-from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
+from lowtide.models.eligibility import are_untouched, has_nothing_to_save, is_ordinary
 from lowtide.models.instance import children_beside, children_of, with_fused
 
 INPUTS = 1
@@ -101,14 +101,14 @@ def _names(mlp: nn.Module) -> tuple[str, ...]:
 def _layers(mlp: nn.Module) -> _Layers | str:
     """Return what the projections would run, or why that is not linear layers with LoRA or without."""
     layers: list[AdaptedLinear] = []
-    others = [*children_beside(mlp, WEIGHTS)]
+    modules = [*children_beside(mlp, WEIGHTS)]
     for name in _names(mlp):
         layer = adapted_linear(getattr(mlp, name))
         if isinstance(layer, str):
             return f"{name} {layer}"
         layers.append(layer)
-        others += layer.around + layer.linears[: layer.four_bit]  # `adapted_linear` has looked at a `Linear4bit`
-    if not are_plain_linears(tuple(linear for layer in layers for linear in layer.linears[layer.four_bit :]), others):
+        modules += layer.around + layer.linears
+    if not are_untouched(modules):
         return "a projection has hooks or a forward of its own"
     return why_not_together(layers) or tuple(layers)
 

@@ -21,7 +21,7 @@ from torch import nn
 from lowtide.distributed.zero import forget, shape_of
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.models import experts_part, mlp_part, norm_part, rope_part
-from lowtide.models.eligibility import are_plain_linears
+from lowtide.models.eligibility import are_untouched
 from lowtide.models.instance import (
     children_beside,
     give_class,
@@ -105,7 +105,7 @@ def _fusion(module: nn.Module, kind: Any, base: Any, fuse: tuple[type, ...]) -> 
         states = (x for child in others for x in (*child.parameters(), *child.buffers()))
         if any(True for _ in states) or any(x is not None and key not in kind.WEIGHTS for key, x in tensors.items()):
             return "it has weights or buffers beside its projections"
-        if not are_plain_linears((), others):
+        if not are_untouched(others):
             return "a child has hooks or a forward of its own"
         classes = (type(inner) for child in others for inner in child.modules())
         if not named and not all(is_code_of(inner.forward, *_OWN) for inner in classes):
