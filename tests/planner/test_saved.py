@@ -164,41 +164,32 @@ def settings_of(model_type: str, layers: int) -> dict[str, Any]:
     return with_layers(read_settings(tiny_config(kind, head_dim=HEAD_DIMS[0], decoder=True)), layers)
 
 
-def compare(model_type: str, policies: list[str]) -> None:
-    """Compare the bytes of the layers that a model twice as deep has besides."""
-    few, more = (settings_of(model_type, layers) for layers in (2, 4))
-    for policy in policies:
-        found = []
-        for settings in (few, more):
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
-            model = model.to(torch.bfloat16).train()
-            model.config.use_cache = False
-            lowtide.patch(model)
-            apply_policy(model, parse_policies(policy))
-            found.append(left_by(model, B, T))
-        job = job_of(more, T, batch_size=B)
-        each = layer_costs(job, parse_policies(policy))  # type: ignore[arg-type]
-        planned = sum(each[kind].saved for kind in job.model.kind_of[2:])
-        states = 0 if policy.startswith("all") else 2 * torch.get_rng_state().numel()
-        assert planned == pytest.approx(found[1] - found[0] - states, rel=0.03), policy
-
-
 @pytest.mark.parametrize(
     ("model_type", "policy"),
     [  # latent attention; a loop over tokens; a state space, which widens the residual stream; no gate behind attention
         ("deepseek_v3", "all/0"), ("qwen3_next", "all/0"), ("mamba2", "input"), ("olmo2", "attention/1"),
         ("cohere2", "all/0"),  # a norm that saves its input in float32 alone
+        *(pytest.param(name, policy, marks=pytest.mark.slow) for policy in ("all", "input")
+          for name in ("gpt_oss", "glm4_moe", "falcon_h1", "nemotron_h", "gpt2", "falcon", "bamba")),
     ],
 )  # fmt: skip
 def test_layers_of_other_types_save_what_is_planned(model_type: str, policy: str) -> None:
-    compare(model_type, [policy])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gpt_oss", "glm4_moe", "falcon_h1", "nemotron_h", "gpt2", "falcon", "bamba"])
-def test_layers_of_more_types_save_what_is_planned(model_type: str) -> None:
-    compare(model_type, ["all", "input"])
+    """By the bytes of the layers that a model twice as deep has besides."""
+    few, more = (settings_of(model_type, layers) for layers in (2, 4))
+    found = []
+    for settings in (few, more):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
+        model = model.to(torch.bfloat16).train()
+        model.config.use_cache = False
+        lowtide.patch(model)
+        apply_policy(model, parse_policies(policy))
+        found.append(left_by(model, B, T))
+    job = job_of(more, T, batch_size=B)
+    each = layer_costs(job, parse_policies(policy))  # type: ignore[arg-type]
+    planned = sum(each[kind].saved for kind in job.model.kind_of[2:])
+    states = 0 if policy.startswith("all") else 2 * torch.get_rng_state().numel()
+    assert planned == pytest.approx(found[1] - found[0] - states, rel=0.03)
 
 
 def test_a_loop_over_tokens_is_read_in_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class SavedAttention:
 
     def contexts(self) -> tuple[DispatchMode, DispatchMode]:
         """Return the contexts of the layer's forward and of its recompute, as the checkpoint's ``context_fn``."""
-        return _Saving(self), _Returning(self)
+        return _Mode(self, recomputes=False), _Mode(self, recomputes=True)
 
     def save(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save what an operator returned."""
@@ -99,38 +99,34 @@ class SavedAttention:
 
 
 class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
-    """What both modes share: they do not look into compiled regions of the layer, and see higher-order operators."""
+    """Saves what attention returns in a layer's forward, or returns it in a recompute.
+
+    It does not look into compiled regions of the layer, and sees higher-order operators.
+    """
 
     supports_higher_order_operators = True
     holds_no_outputs = True  # of lowtide's operators: `lowtide.graph` reads it
 
-    def __init__(self, saved: SavedAttention) -> None:
+    def __init__(self, saved: SavedAttention, *, recomputes: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._saved = saved
+        self._saved, self._recomputes = saved, recomputes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def __enter__(self) -> Any:
+        self._calls = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
-class _Saving(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._recomputes and is_attention(func):
+            self._calls += 1
+            return self._saved.restore(self._calls - 1, func)
         outputs = func(*args, **kwargs) if kwargs else func(*args)
         if is_attention(func):
             self._saved.save(func, outputs, args, kwargs or {})
         return outputs
-
-
-class _Returning(_Mode):  # type: ignore[no-untyped-call]
-    def __enter__(self) -> Any:
-        self._next = 0
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_attention(func):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        self._next += 1
-        return self._saved.restore(self._next - 1, func)
 
 
 def contexts_under_compile() -> Any:

@@ -57,8 +57,7 @@ def run_layer(
         args, kwargs = _without_caches(layer, state.name, caches, args, kwargs)
     if not records or not _is_in_graph(layer, (args, kwargs)):  # frozen layers before the first that trains
         return forward(*args, **kwargs)
-    key, hidden = _hidden_states(state.name, args, kwargs)
-    run = _of_hidden_states(forward, key, args, kwargs)
+    run, hidden = _of_hidden_states(state.name, forward, args, kwargs)
     offloader = state.offloader
     if state.group is not None:
         check_layer(layer, state.name)
@@ -108,28 +107,23 @@ def _is_in_graph(layer: nn.Module, given: Any) -> bool:
     return any(x.requires_grad for x in tensors_in(given)) or any(p.requires_grad for p in layer.parameters())
 
 
-def _hidden_states(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
-    """Return where the hidden states are among a layer's arguments, and these: its first floating-point tensor."""
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    for key, value in given.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return key, value
-    raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
-
-
 def _of_hidden_states(
-    forward: Callable[..., Any], key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Run:
-    """Return the layer as a function of its hidden states alone, its argument ``key``: they are what is saved.
+    name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Run, Tensor]:
+    """Return the layer as a function of its hidden states alone, and these: its first floating-point tensor.
 
-    The rest (positions, masks, another stack's output) is shared by the layers, and not copied or moved.
+    They are what is saved. The rest (positions, masks, another stack's output) is shared by the layers, and not copied
+    or moved; the function has it without the hidden states.
     """
-    # In parts, without the hidden states, which the arguments would hold.
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    key = next((key for key, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
+    if key is None:
+        raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
     if isinstance(key, int):
         before, after = args[:key], args[key + 1 :]
-        return lambda hidden: forward(*before, hidden, *after, **kwargs)
-    others = {name: value for name, value in kwargs.items() if name != key}
-    return lambda hidden: forward(*args, **{key: hidden}, **others)
+        return lambda hidden: forward(*before, hidden, *after, **kwargs), given[key]
+    others = {other: value for other, value in kwargs.items() if other != key}
+    return lambda hidden: forward(*args, **{key: hidden}, **others), given[key]
 
 
 def _without_caches(

@@ -79,27 +79,6 @@ class Reading(NamedTuple):
 class MetaModel:
     """A causal language model without weights, of whose layers one of each kind is left.
 
-    Args:
-        config: Its fields as JSON, ``model_type`` among them.
-        dtype: Of its parameters.
-        fused_mlp: Whether `lowtide.patch` fuses its MLPs.
-        adapters: Of its layers' projections.
-
-    Attributes:
-        name: Its class.
-        params: Its parameters, without adapters.
-        layer_params: Those of each layer, without those that it shares with an earlier one.
-        linears: The weights' sizes of the layers' linear layers, which transformers can put into 4 bits.
-        adapter_params: The parameters of its adapters.
-        kind_of: The kind of each layer: layers of one kind cost the same.
-        levels: Whether every kind has an MLP that `lowtide.patch` fuses, whose level a policy can set.
-        experts: Of a layer; 0: a plain MLP.
-        vocab, hidden: The output layer's sizes.
-        vocab_params: Its parameters, and the embedding's.
-        tied: Whether embedding and output layer are one tensor.
-        head_dim: Of attention; 0: unknown.
-        windows: The tokens that each layer's attention looks back on; 0: all.
-
     Raises:
         ArgumentValueError: peft is not installed, no layer has such projections, or the output layer is something else
             than one linear layer.
@@ -122,7 +101,7 @@ class MetaModel:
             model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)
         self._model = model.to("meta").train()  # also what was made on the CPU nevertheless
         self.name, self._readings = type(model).__name__, cache(self._read_all)
-        self.experts, self._visits = (
+        self.experts, self._visits = (  # of a layer, and of those a token's; 0: a plain MLP
             next((n for n in (getattr(text, name, None) for name in names) if type(n) is int), 0)
             for names in (_EXPERTS, _VISITED)
         )
@@ -131,29 +110,31 @@ class MetaModel:
             expected = "a model with an output layer that is one linear layer"
             raise ArgumentValueError(message("model_type", expected, f"{settings['model_type']!r} without", MEASURE))
         self.vocab, self.hidden = map(int, weight.shape)
-        self.vocab_params = int(weight.numel())
+        self.vocab_params = int(weight.numel())  # of the output layer, and of the embedding
         self.tied: bool = model.get_input_embeddings().weight is weight
         heads = getattr(text, "num_attention_heads", None)  # in some n_head
+        # Of attention; 0: unknown.
         self.head_dim = int(settings.get("head_dim") or (self.hidden // heads if type(heads) is int else 0))
-        numbers: dict[str, int] = {
-            name: p.numel() for name, p in model.named_parameters()
-        }  # a shared one is there once
-        self.params = sum(numbers.values())
+        numbers = {name: int(p.numel()) for name, p in model.named_parameters()}  # a shared one is there once
+        self.params = sum(numbers.values())  # without adapters
         layers = find_stack(model).layers
         self.windows = _windows(settings, len(layers))
+        # Sizes of the weights that transformers can put into 4 bits.
         linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
         self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))
+        # Without those that a layer shares with an earlier one.
         self.layer_params = tuple(sum(n for name, n in numbers.items() if name.startswith(f"{one}.")) for one in layers)
         self.adapter_params = 0 if adapters is None else _adapt(model, adapters)
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
-        self.kind_of = tuple(map(kinds.index, keys))
+        self.kind_of = tuple(map(kinds.index, keys))  # of each layer: those of one kind cost the same
         self._layers: dict[int, Any] = {}
         for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
             model.set_submodule(name, self._layers.setdefault(kind, layer))
         # The room of models is above this one: `lowtide.patch` is looked up when it is needed.
         patch: Callable[..., Any] = pkgutil.resolve_name("lowtide:patch")
         patch(model, loss=False, mlp=fused_mlp)
+        # Whether every kind has an MLP that the patch fuses, whose level a policy can set.
         self.levels = all(any(_fused_mlps(layer)) for layer in self._layers.values())
 
     def readings(self, run: Run) -> tuple[Reading, ...]:
