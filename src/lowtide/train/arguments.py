@@ -212,12 +212,12 @@ def parse(words: Sequence[str]) -> Arguments:
             found = _parse(words, fine_tunes=fine_tunes, epochs="num_train_epochs" in early)
     except ArgumentValueError:
         raise
-    except argparse.ArgumentError as error:
-        name = str(error.argument_name).partition("/")[0]
-        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", error.message)) from error
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        expected = "values that TRL and transformers accept"
-        raise ArgumentValueError(message("options", expected, " ".join(str(error).split()))) from error
+    except (argparse.ArgumentError, TypeError, ValueError, ImportError, RuntimeError) as error:
+        name, why = "options", str(error)
+        if isinstance(error, argparse.ArgumentError):
+            name, why = str(error.argument_name).partition("/")[0], error.message
+        expected = "what TRL and transformers accept"
+        raise ArgumentValueError(message(name, expected, " ".join(why.split()))) from error
     _check(found)
     return found
 

@@ -36,15 +36,11 @@ class RankLost(LowtideError, ConnectionError):
     """Another process of the run has ended or does not answer, and this one cannot go on alone."""
 
 
-def is_lost_rank(error: BaseException) -> bool:
-    """Return whether an error of a collective is that another process is gone."""
-    if not in_group() or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _LOST)
-
-
-def lost_rank(error: BaseException, next_step: str) -> RankLost:
-    """Return the error for a collective that `is_lost_rank`; ``next_step`` says what to do."""
+def lost_rank(error: BaseException, next_step: str) -> RankLost | None:
+    """Return the error for a collective whose other process is gone; ``next_step`` says what to do. None for others."""
+    of_ranks = isinstance(error, RuntimeError) and in_group()
+    if not of_ranks or not (isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _LOST)):
+        return None
     reason = _OF_GLOO.sub("", " ".join(str(error).split())[:300]).rstrip(".")
     return RankLost(f"another process has ended or does not answer ({reason}). {next_step}")
 

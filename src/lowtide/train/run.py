@@ -25,7 +25,7 @@ from lowtide.train.checkpoints import (
     next_step,
     save_error,
 )
-from lowtide.train.endings import FiniteLoss, SaveAndStop, Terminated, is_lost_rank, lost_rank
+from lowtide.train.endings import FiniteLoss, SaveAndStop, Terminated, lost_rank
 from lowtide.train.meter import RunResult, StepMeter
 from lowtide.train.ranks import first_does, in_group, is_first_rank, leave_group
 
@@ -138,7 +138,7 @@ def _fine_tuner(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[str]]
             callbacks=callbacks,
         )
     except Exception as error:  # those of models and tokenizers have no common base
-        if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
+        if isinstance(error, LowtideError) or is_out_of_memory(error) or lost_rank(error, ""):
             raise
         expected = "a model, options and data that TRL's SFTTrainer accepts"
         why = " ".join(str(error).split())[:500]
@@ -224,8 +224,8 @@ def _explained(error: BaseException, found: Arguments, trainer: Any, saves: bool
     if is_out_of_memory(error):
         error.__traceback__ = None  # its frames hold the step's tensors
         return advise(error, trainer, resume=after)
-    if is_lost_rank(error):
-        return lost_rank(error, after)
+    if (lost := lost_rank(error, after)) is not None:
+        return lost
     if found.training.push_to_hub and type(error).__module__.startswith(_HUB):
         expected, hint = "a Hub that takes the model", "Log in with `hf auth login`, or leave it out."
         return ArgumentValueError(message("--push_to_hub", expected, " ".join(str(error).split()), hint))
