@@ -98,7 +98,7 @@ def policies() -> None:
         (P(keep="attention", mlp_level=0), 3, None),
         (P(keep="attention", offload=True), 3, None),
         (P(keep="input", mlp_level=1, mlp_tile_tokens=4), 6, None),
-        (P(every=2), 7, None),
+        (P(keep="input", every=2), 7, None),
     ]
     ranks = dist.get_world_size()
     for T in [2 * BALANCED * ranks, *([5 * ranks] if ON_CPU and THOROUGH else [])]:  # balanced, and one chunk a rank
