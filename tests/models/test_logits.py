@@ -81,34 +81,29 @@ MADE_WITHOUT = {
 }
 
 
+USES = {
+    "values": lambda z, scale: z + 1,
+    "loss": lambda z, scale: F.cross_entropy(z.reshape(-1, V), torch.arange(z.numel() // V)),
+    "with another that is trained": lambda z, scale: (z * scale).exp().mean(),
+}
+
+
 @pytest.mark.parametrize("made", MADE_WITHOUT)
-@pytest.mark.parametrize("use", ["values", "loss", "with another that is trained"])
+@pytest.mark.parametrize("use", USES)
 def test_what_was_made_without_gradients_has_none_later(use, made, patched, batch):
     model, stock, _ = patched("gemma2", mlp=False)
-    results, grads, requires_grad = [], [], []
+    seen = []
     for m in (model, stock):
-        logits = m(**batch).logits
+        logits, scale = m(**batch).logits, torch.tensor(1.5, requires_grad=True)
         with torch.no_grad():
             z = MADE_WITHOUT[made](logits)
-        requires_grad.append(z.requires_grad)  # True of a view, whose gradient goes nowhere
-        scale = torch.tensor(1.5, dtype=z.dtype, requires_grad=True)
-        if use == "values":
-            results.append(z + 1)
-        elif use == "loss":
-            rows = z.reshape(-1, V)
-            results.append(F.cross_entropy(rows, torch.arange(len(rows))))
-        else:
-            results.append((z * scale).exp().mean())
-            results[-1].backward()
-            grads.append(scale.grad)
-        requires_grad.append(results[-1].requires_grad)
-        if requires_grad[-1] and use != "with another that is trained":
-            results[-1].sum().backward()
+        requires_grad = z.requires_grad  # True of a view, whose gradient goes nowhere
+        result = USES[use](z, scale)
+        if result.requires_grad:
+            result.sum().backward()
         assert all(p.grad is None for p in m.parameters())
-    assert requires_grad[:2] == requires_grad[2:]
-    torch.testing.assert_close(*results)
-    if grads:
-        torch.testing.assert_close(*grads)
+        seen.append((requires_grad, result.requires_grad, result, scale.grad))
+    torch.testing.assert_close(*seen)
 
 
 def test_biases_and_masks_are_those_of_the_time_they_were_used(patched, batch):
