@@ -65,14 +65,14 @@ def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-def save_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
+def save_model(folder: Path, *, template: str | None = TEMPLATE, **shape: object) -> Path:
     """Write a tiny pretrained model with a tokenizer of one token a byte and a chat template."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE))
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **shape}))
     for parameter in model.parameters():  # a fresh model's attention hardly looks anywhere
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)

@@ -140,11 +140,11 @@ def test_divergence_values_and_gradients(
 ) -> None:
     (N, D, V), (T, scale, cap, teacher_cap) = shape, terms
     x, w, b, _ = head(N, D, V, bias=bias)
-    tx, tw, tb, _ = head(N, D + 3, V, seed=1, bias=not bias)
+    tx, tw, tb, _ = head(N, D + 3, V + 5, seed=1, bias=not bias)  # TRL leaves the teacher's further classes out
     true = copies(x, w, b)
     divergence, entropy = divergence_function().apply(x, w, b, tx, tw, tb, beta, T, scale, cap, scale, teacher_cap)
     log_s = logits(*true, T, cap, scale).log_softmax(-1)
-    log_t = logits(*copies(tx, tw, tb), T, teacher_cap, scale).log_softmax(-1).detach()
+    log_t = logits(*copies(tx, tw, tb), T, teacher_cap, scale)[:, :V].log_softmax(-1).detach()
     log_m = ((1 - beta) * log_s.exp() + beta * log_t.exp()).log()
     if beta in (0, 1):
         log_p, log_q = (log_t, log_s) if beta == 0 else (log_s, log_t)

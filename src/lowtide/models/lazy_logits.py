@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError
 from lowtide.graph import pytree, saved_plainly
-from lowtide.models.head_call import HeadCall, Rows, RowView, Step, TensorBase, replay
+from lowtide.models.head_call import HeadCall, Rows, RowView, Step, TensorBase, fold, replay
 
 _as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which lazy logits are what their storage says
 
@@ -233,6 +233,27 @@ class LazyLogits(Tensor):
         # C++ and custom autograd functions arrive here without __torch_function__. Autograd is above this and goes
         # through `_LogitsNode`, so that values are enough.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
+
+
+def without_logits(logits: Tensor, function: Callable[..., Tensor]) -> Tensor:
+    """Return the tensor that ``function`` computes of the hidden states and the head behind a patched model's logits.
+
+    For a loss that is no function of PyTorch, in the model's loss function or after its forward. ``function`` runs in
+    the head's forward, where FSDP2 and ZeRO-3 have the weight gathered, and is called with hidden [..., D], weight
+    [V, D], ``linear_bias``, ``logit_scale``, ``softcap`` and ``options``.
+
+    Raises:
+        UnsupportedError: The logits are built, or normalised.
+    """
+    if isinstance(logits, LazyLogits):
+        lazy = logits._passed_on()
+        folded = None if lazy.is_real else fold(lazy.steps)
+        if folded is not None and not folded.normalised:
+            return lazy.call.without_logits(lazy.rows, folded, function, per_row=False)  # type: ignore[no-any-return]
+    raise UnsupportedError(
+        "logits: expected those of a patched model's plain linear output embedding, scaled, capped or biased, and not "
+        "built yet, got others. print(report) says why lowtide.patch left the loss as it is."
+    )
 
 
 class _LogitsNode(torch.autograd.Function):

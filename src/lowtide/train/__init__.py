@@ -1,8 +1,9 @@
 """`lowtide train`: TRL's and transformers' trainers with callbacks that work under any Trainer.
 
 `lowtide.PatchCallback` patches the model and plans its memory; of this package are checkpoints that count once they are
-whole, an ending with a checkpoint at a signal, an error for a loss that is not finite, and what would fit after an
-out-of-memory error. Importing this imports neither torch nor transformers; the names do when they are read.
+whole, an ending with a checkpoint at a signal, an error for a loss that is not finite, what would fit after an
+out-of-memory error, and a teacher's states to distil from. Importing this imports neither torch nor transformers; the
+names do when they are read.
 """
 
 import logging
@@ -25,12 +26,14 @@ __all__ = [
     "advise",
     "compare",
     "train",
+    "write_teacher_states",
 ]
 
 if TYPE_CHECKING:
     from lowtide.train.advice import OutOfMemory, advise
     from lowtide.train.checkpoints import SaveError, WholeCheckpoints
     from lowtide.train.comparison import compare
+    from lowtide.train.distillation import write_teacher_states
     from lowtide.train.endings import FiniteLoss, RankLost, SaveAndStop, Terminated
     from lowtide.train.run import train
 else:
@@ -40,6 +43,7 @@ else:
             "lowtide.train.advice": ("OutOfMemory", "advise"),
             "lowtide.train.checkpoints": ("SaveError", "WholeCheckpoints"),
             "lowtide.train.comparison": ("compare",),
+            "lowtide.train.distillation": ("write_teacher_states",),
             "lowtide.train.endings": ("FiniteLoss", "RankLost", "SaveAndStop", "Terminated"),
             "lowtide.train.run": ("train",),
         },

@@ -71,6 +71,15 @@ class RunArguments:
         False,
         "train twice, interleaved, with lowtide and without (pretrained: with TRL's own head), and save nothing",
     )
+    teacher: str | None = _option(
+        None,
+        "distil: a pretrained model with the same vocabulary, or a folder of lowtide.train.write_teacher_states",
+    )
+    alpha: float = _option(0.5, "with --teacher: the divergence's part of the loss, from 0 to 1")
+    divergence: str = _option(
+        "forward_kl", "with --teacher: from the teacher", choices=["forward_kl", "reverse_kl", "jsd", "tv"]
+    )
+    temperature: float = _option(1.0, "with --teacher: divides both sides' logits in the divergence")
     json: str | None = _option(None, "with --compare: write the figures here", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -78,6 +87,8 @@ class RunArguments:
             raise ArgumentValueError(message("--json", "--compare beside it", "none"))
         if self.memory_budget and not self.patch:
             raise ArgumentValueError(message("--no-patch", "no --memory-budget beside it", self.memory_budget))
+        if self.teacher and (self.compare or not self.patch):
+            raise ArgumentValueError(message("--teacher", "neither --compare nor --no-patch", "one of them"))
 
 
 @dataclass

@@ -25,6 +25,7 @@ from lowtide.train.checkpoints import (
     next_step,
     save_error,
 )
+from lowtide.train.distillation import Distillation
 from lowtide.train.endings import FiniteLoss, SaveAndStop, Terminated, lost_rank
 from lowtide.train.meter import RunResult, StepMeter
 from lowtide.train.ranks import first_does, in_group, is_first_rank, leave_group
@@ -86,7 +87,10 @@ def _run(
                 checkpoint = first_does(begin)
             args.resume_from_checkpoint = checkpoint
             make = _fine_tuner if found.fine_tunes else _block_trainer
+            distillation = Distillation(found) if run.teacher else None  # before a budget takes what is free
             trainer, lines = make(found, [*callbacks, *own])
+            if distillation is not None:
+                lines = [*lines, distillation.attach(trainer)]
             trainer.args.prediction_loss_only = True
             if not saves:
                 trainer.remove_callback(PrinterCallback)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +30,9 @@ class BaseTrainer(Trainer):  # type: ignore[misc]
     ``state.num_input_tokens_seen`` has the tokens of all ranks, padding included, without a wait for a device.
     """
 
+    data_collator: Any
     label_smoother: Any
+    distillation: Any = None  # a `lowtide.train.distillation.Distillation` that is attached
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -50,6 +53,20 @@ class BaseTrainer(Trainer):  # type: ignore[misc]
         if plugin is not None and plugin.fsdp_version == 2 and state.mixed_precision != "no":
             narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[state.mixed_precision]
             plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of what is trained on, with the teacher's states where they are stored."""
+        collate = self.data_collator
+        if self.distillation is not None:
+            self.data_collator = self.distillation.collator(collate)
+        loader = super().get_train_dataloader()
+        self.data_collator = collate
+        return loader
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do forward and backward of a batch, beside the teacher if there is one."""
+        with nullcontext() if self.distillation is None else self.distillation.step(inputs):
+            return super().training_step(model, inputs, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step, whose tokens count; none if a resumed run has done its steps: `Trainer` would

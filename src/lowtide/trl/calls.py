@@ -119,29 +119,31 @@ class DivergenceCall(NamedTuple):
             return "beta is not from 0 to 1"
         if self.student_logit_scale != self.teacher_logit_scale:
             return "student and teacher scale their logits differently, which linear_divergence does not"
-        if shape_of(self.student_weight)[0] != shape_of(self.teacher_weight)[0]:
-            return "student and teacher have different vocabularies, which TRL cuts to the student's"
+        if shape_of(self.student_weight)[0] > shape_of(self.teacher_weight)[0]:
+            return "the teacher has fewer classes than the student"
         return _why_not_together(student, teacher)
 
     def run(self, options: HeadOptions | None) -> tuple[Tensor, Tensor]:
         """Return TRL's result: the divergence [N] and the student's entropy [N], which has no gradient.
 
         TRL scales the logits by m, caps them and divides by the temperature. lowtide does not scale before the cap;
-        instead cap and temperature are divided by m: ``cap tanh(m z / cap) / T`` is ``cap' tanh(z / cap') / T'``.
+        instead cap and temperature are divided by m: ``cap tanh(m z / cap) / T`` is ``cap' tanh(z / cap') / T'``. Of a
+        teacher with more classes both take the first ones.
         """
         scale = self.student_logit_scale  # the teacher's as well
         temperature, cap = self.temperature / scale, self.student_final_logit_softcapping
+        V = self.student_weight.shape[0]
         with _as_trl_casts(self[:3]), _as_trl_casts(self[3:6]):
             divergence = linear_divergence(
                 self.student_hidden,
                 self.student_weight,
                 self.teacher_hidden,
-                self.teacher_weight,
+                self.teacher_weight[:V],
                 kind="jsd",  # beta 0 and 1 are the two KLs in TRL as well
                 beta=self.beta,
                 temperature=temperature,
                 linear_bias=self.student_bias,
-                teacher_bias=self.teacher_bias,
+                teacher_bias=None if self.teacher_bias is None else self.teacher_bias[:V],
                 softcap=_divided(cap, scale),
                 teacher_softcap=_divided(self.teacher_final_logit_softcapping, scale),
                 options=options,
