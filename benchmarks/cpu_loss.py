@@ -1,93 +1,71 @@
-"""Measure forward and backward of the loss on the CPU interleaved with stock PyTorch's, one child process per setting.
+"""Forward and backward of the loss on the CPU, interleaved with stock PyTorch's: a process for each setting of threads.
 
     python benchmarks/cpu_loss.py
-    python benchmarks/cpu_loss.py --threads 1 2 8 --policy PASSIVE ACTIVE --dtype float32 bfloat16 --shape 2048x256x8192
+    python benchmarks/cpu_loss.py --threads 1 2 8 --policy PASSIVE ACTIVE --dtype bfloat16 --shape 2048,256,8192
 
-Prints milliseconds of both, the ratio of the fastest calls and the median ratio of consecutive calls.
-The step of a training run is `lowtide train --compare`.
+A row has the milliseconds of the fastest calls, their ratio, and the median ratio of consecutive calls. The step of a
+training run is `lowtide train --compare`.
 """
 
 from __future__ import annotations
 
-import argparse
-import shlex
+import statistics
 import sys
-import time
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lowtide import linear_cross_entropy
-from lowtide.bench.harness import begin, write_json
+from lowtide.bench.case import make_case
+from lowtide.bench.harness import Row, Run, Table
+from lowtide.bench.settings import Shape, ShapeSettings, setting, shape_setting
 from lowtide.measure.child import run_child
+from lowtide.measure.timing import time_side_by_side
 
-RESULTS = Path(__file__).parent / "results"
-SHAPES = ["2048x256x8192", "1024x1024x32000", "256x2048x128256"]
-
-
-def stock(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, w).float(), y)
-
-
-def measure(shape: str, dtype: str, pairs: int) -> dict[str, float]:
-    """Return the times of one setting in this process, in milliseconds."""
-    N, D, V = map(int, shape.split("x"))
-    torch.manual_seed(0)
-    x, w = torch.randn(N, D), torch.randn(V, D) / D**0.5
-    x, w = (t.to(getattr(torch, dtype)).requires_grad_() for t in (x, w))
-    y = torch.randint(V, (N,))
-    times: dict[str, list[float]] = {"stock": [], "lowtide": []}
-    for _ in range(pairs + 1):
-        for name, loss in (("stock", stock), ("lowtide", linear_cross_entropy)):
-            x.grad = w.grad = None
-            start = time.perf_counter()
-            loss(x, w, y).backward()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    stock_ms, ours_ms = times["stock"][1:], times["lowtide"][1:]  # the first of each warms up
-    ratios = [b / a for a, b in zip(stock_ms, ours_ms, strict=True)]
-    return {
-        "stock_ms": min(stock_ms),
-        "lowtide_ms": min(ours_ms),
-        "ratio": min(ours_ms) / min(stock_ms),
-        "median_ratio": median(ratios),
-    }
+SHAPES = {"small": (2048, 256, 8192), "medium": (1024, 1024, 32000), "large": (256, 2048, 128256)}
+TABLE = Table(
+    {
+        "name": "<18", "threads": "9", "policy": ">9", "stock_ms": "10.1f", "lowtide_ms": "12.1f", "ratio": "8.3f",
+        "median_ratio": "14.3f",
+    },
+)  # fmt: skip
 
 
-def main() -> int:
-    from cpu_loss import measure as importable  # a child can import nothing from __main__
+@dataclass(frozen=True, kw_only=True)
+class CpuLossConfig(ShapeSettings):
+    benchmark = "loss"
+    shape: tuple[str, ...] = shape_setting("all", shapes=SHAPES)
+    threads: tuple[int, ...] = setting((1, 2, 8), "OMP_NUM_THREADS", least=1)
+    policy: tuple[str, ...] = setting(("PASSIVE", "ACTIVE"), "OMP_WAIT_POLICY", names=("PASSIVE", "ACTIVE"))
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", default=SHAPES, help="N x D x V, such as 2048x256x8192")
-    parser.add_argument("--dtype", nargs="+", default=["float32"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2, 8])
-    parser.add_argument("--policy", nargs="+", default=["PASSIVE", "ACTIVE"], help="OMP_WAIT_POLICY")
-    parser.add_argument("--pairs", type=int, default=7, help="calls of each, interleaved")
-    parser.add_argument("--output", default=str(RESULTS))
-    args = parser.parse_args()
-    command = shlex.join(["python", "benchmarks/cpu_loss.py", *sys.argv[1:]])
-    file, result = begin(args.output, "loss", command, torch.device("cpu"))
-    rows: list[dict[str, Any]] = []
-    result["rows"] = rows
-    print(f"{'N x D x V':18} {'dtype':9} threads policy   stock ms lowtide ms  ratio median")
-    for shape, dtype, threads, policy in product(args.shape, args.dtype, args.threads, args.policy):
+
+def row_of(shape: dict[str, Any], dtype: str, warm: int, reps: int) -> Row:
+    """Return the times of one setting in this process; `run_child` calls it."""
+    case = make_case(Shape(**shape), getattr(torch, dtype), "cpu")
+
+    def stock(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, w).float(), y)
+
+    losses = {"stock": lambda: case.step(stock), "lowtide": lambda: case.step(linear_cross_entropy)}
+    stocks, ours = (timing.times_ms for timing in time_side_by_side(losses, "cpu", warm=warm, reps=reps).values())
+    row = {"stock_ms": min(stocks), "lowtide_ms": min(ours), "ratio": min(ours) / min(stocks)}
+    return row | {"median_ratio": statistics.median(b / a for a, b in zip(stocks, ours, strict=True))}
+
+
+def measure(run: Run) -> None:
+    config, rows = run.config, run.result.setdefault("rows", [])
+    run.say(f"{run.dtype_name}\n{TABLE.header}")
+    for shape, threads, policy in product(config.shapes, config.threads, config.policy):
         env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy}
-        value = run_child(importable, shape, dtype, args.pairs, env=env)
-        if "failed" in value:
-            sys.exit(value["failed"])
-        rows.append({"shape": shape, "dtype": dtype, "threads": threads, "policy": policy, **value})
-        print(
-            f"{shape:18} {dtype:9} {threads:7} {policy:8} {value['stock_ms']:8.1f}"
-            f" {value['lowtide_ms']:10.1f} {value['ratio']:6.3f} {value['median_ratio']:6.3f}",
-            flush=True,
-        )
-        write_json(file, result)
-    return 0
+        row = run_child(row_of, vars(shape), run.dtype_name, config.warm, config.reps, env=env)
+        run.add({**vars(shape), "threads": threads, "policy": policy, **row}, rows, TABLE)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import cpu_loss  # children import `row_of` by this name
+    from script import main
+
+    sys.exit(main(cpu_loss.measure, cpu_loss.CpuLossConfig, __doc__))

@@ -85,7 +85,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def here(function: Any, *args: Any, **_: Any) -> Any:
         return json.loads(json.dumps(function(*json.loads(json.dumps(args)))))
 
-    for module in (step, importlib.import_module("host_time")):
+    for module in (step, *map(importlib.import_module, ("host_time", "cpu_loss"))):
         monkeypatch.setattr(module, "run_child", here)
     monkeypatch.setattr("lowtide.bench.config.AROUND", (1 / 8, 2))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # slow, as is collecting garbage
@@ -262,6 +262,7 @@ def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 SCRIPTS = {
     "apply": ("--shape 32,8,64 --function focal", {"naive", "lowtide, two chunks", "lowtide, per token"}),
     "contrastive": ("--shape 32,8,64 --work masked --only lowtide naive", {"lowtide", "naive"}),
+    "cpu_loss": ("--shape 32,8,64 --threads 1 --policy PASSIVE", set()),
     "divergence": ("--shape 32,8,64,12 --only lowtide naive", {"lowtide", "naive"}),
     "experts": ("--shape 8,4,6,3,2 --only lowtide-0 eager", {"lowtide-0", "eager"}),
     "host_time": ("--way stock lowtide --processes 1 --steps 1 --tokens 8 --model lowtide-small", {"stock", "lowtide"}),
@@ -278,7 +279,7 @@ def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split(), *QUICK, "--output", str(tmp_path)])
     config = next(value for key, value in vars(module).items() if key.endswith("Config"))
     script = importlib.import_module("script")
-    peers = {} if name in ("apply", "host_time", "layers") else getattr(module, "PEERS", head.PEERS)
+    peers = {} if name in ("apply", "cpu_loss", "host_time", "layers") else getattr(module, "PEERS", head.PEERS)
     assert script.main(module.measure, config, module.__doc__, peers) == 0
     found = result(tmp_path)
     rows = rows_of(found)
