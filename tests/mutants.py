@@ -417,6 +417,9 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "stacks": [
         Mutant("stacks/verl.py", "logit_scale=1 / temperature", "logit_scale=temperature", "stacks/test_verl.py"),
+        Mutant("stacks/transformers.py", ', rounding="before_weight"', "", "stacks/test_transformers.py -k norms"),
+        Mutant("stacks/transformers.py", "cos.shape[-1] == q.shape[-1]", "True",
+               "stacks/test_transformers.py -k norms"),
     ],
     "models": [
         Mutant("models/patch.py", "    _check_nothing_on_top(target, (LOSS, *PARTS))\n", "",
