@@ -14,22 +14,13 @@ from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from memory.models import INPUT
 
 
-def test_a_modules_own_level_and_tile_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int | None]] = []
-
-    def spying(*args: Any, checkpoint_level: int, tile_tokens: int | None, **kwargs: Any) -> None:
-        seen.append((checkpoint_level, tile_tokens))
-
-    monkeypatch.setattr(lowtide.nn, "swiglu_mlp", spying)
+def test_a_modules_own_level_and_tile_are_set_and_given_back() -> None:
     mlps = [lowtide.nn.SwiGLU(8, 20, checkpoint_level=level) for level in (0, 0, 0, 1, 0)]
     model = torch.nn.Sequential(*(torch.nn.Sequential(mlp, torch.nn.Linear(8, 8)) for mlp in mlps))
     mlps[3].tile_tokens = 5
 
     def settings() -> list[tuple[int, int | None]]:
-        seen.clear()
-        for mlp in mlps:
-            mlp(torch.zeros(3, 8))
-        return list(seen)
+        return [(mlp.checkpoint_level, mlp.tile_tokens) for mlp in mlps]
 
     own = settings()
     apply_policy(model, ActivationPolicy(mlp_level=1, mlp_tile_tokens=2))

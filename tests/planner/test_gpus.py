@@ -8,44 +8,31 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.plan.gpus import GPUS, find_gpu, known_as
+from lowtide.plan.gpus import GPUS, find_gpu
 
-DRIVER = {
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA H100 NVL": "h100-nvl",  # has 94 GB
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA A10": "a10",
-    "NVIDIA A10G": None,
-    "NVIDIA L40": "l40",
-    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
-    "NVIDIA RTX A6000": "a6000",
-    "NVIDIA GeForce RTX 4090": "rtx4090",
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # has two thirds of the memory
-    "Tesla T4": None,
-    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,  # has half of the memory
-}
-PEOPLE = {
-    "NVIDIA A100": "a100", "A100_40GB": "a100-40gb", "4090": "rtx4090", "a100-80gb": "a100",
-    "GeForce RTX 3090": "rtx3090", "NVIDIA H100 PCIe": "h100-pcie",
+NAMES = {
+    "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A10": "a10", "NVIDIA L40": "l40",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada", "NVIDIA RTX A6000": "a6000", "NVIDIA GeForce RTX 4090": "rtx4090",
+    # as people write them
+    "NVIDIA A100": "a100", "A100_40GB": "a100-40gb", "4090": "rtx4090", "GeForce RTX 3090": "rtx3090",
 }  # fmt: skip
+# One of another name; a part of one; and what is none.
+UNKNOWN = (
+    "NVIDIA A10G", "Tesla T4", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "h300", "",
+    "cuda:x", "cuda:", "cpu", "meta", "rtx", "nvidia", "100",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DRIVER)
-def test_drivers_names_are_known(name: str) -> None:
-    assert known_as(name) == DRIVER[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_gpus_are_known_as_drivers_and_people_name_them(name: str) -> None:
+    assert find_gpu(name) is GPUS[NAMES[name]]
 
 
-@pytest.mark.parametrize("name", PEOPLE)
-def test_gpus_are_found_as_people_write_them(name: str) -> None:
-    assert find_gpu(name) is GPUS[PEOPLE[name]]
-
-
-def test_an_unknown_one_is_refused() -> None:
-    for name in ("h300", "", " ", "cuda:x", "cuda:", "cpu", "meta", "rtx", "nvidia", "100", "H100 MIG 1g.10gb"):
-        with pytest.raises(ArgumentValueError, match=r"^device: expected 'cuda' .* h100, "):
-            find_gpu(name)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_one_is_refused(name: str) -> None:
+    with pytest.raises(ArgumentValueError, match=r"^device: expected 'cuda' .* h100, "):
+        find_gpu(name)
 
 
 def test_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

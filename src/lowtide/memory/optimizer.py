@@ -69,7 +69,7 @@ def offload_optimizer(
         optimizer: The optimizer.
         model: The model that it trains; its decoder layers are found as by `lowtide.memory.apply_policy`.
         gib: The most that leaves the GPU, in GiB: what the layers' forward has time for
-            (`lowtide.memory.plan_memory` computes it). None: all.
+            (`lowtide.plan.plan_memory` computes it). None: all.
         host_gib: The most pinned host memory that this may take, in GiB. None: whatever the host has free,
             or this process's part of that where a launcher has started several on it.
         backwards_per_step: Backward passes per step: the states come back in the last one.
