@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tokenize
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,14 +113,15 @@ def test_kernels_know_nothing_of_autograd_modules_or_ranks() -> None:
 
 def test_what_tests_on_a_gpu_import_of_others_is_there() -> None:
     """They run nowhere else, and a helper that is renamed would not be missed."""
-    ours = {"lowtide", *(path.stem for path in TESTS.iterdir())}
+    files = {".".join(file.relative_to(TESTS).with_suffix("").parts): file for file in TESTS.rglob("*.py")}
     lacking = []
     for file in TESTS.glob("gpu/*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (source := str(node.module)).partition(".")[0] in ours:
-                module, names = importlib.import_module(source), [alias.name for alias in node.names]
-                absent = [name for name in names if not hasattr(module, name) and not find_spec(f"{source}.{name}")]
-                lacking += [f"{file.name}: {source}.{name}" for name in absent]
+            if isinstance(node, ast.ImportFrom) and (source := str(node.module)) in {**files, **trees()}:
+                tree = trees()[source] if source in trees() else ast.parse(files[source].read_text())
+                there = names_of(tree) | {name.rpartition(".")[2] for name in trees() if name.startswith(f"{source}.")}
+                there |= set(getattr(importlib.import_module(source), "__all__", ())) if source in trees() else set()
+                lacking += [f"{file.name}: {source}.{one.name}" for one in node.names if one.name not in there]
     assert not lacking
 
 
