@@ -109,7 +109,16 @@ def offload_optimizer(
 
 
 class OptimizerOffload:
-    """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it."""
+    """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it.
+
+    Args:
+        optimizer: Whose states are offloaded.
+        layers: The model's decoder layers, in order.
+        side: What copies beside the computation.
+        limit: The most bytes of states that are offloaded.
+        host_limit: The most bytes of host memory; None: what is free.
+        backwards: Backward passes of a step, in the last of which states come back; 0: after all of them.
+    """
 
     def __init__(
         self,
