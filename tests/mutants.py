@@ -503,6 +503,8 @@ MUTANTS: dict[str, list[Mutant]] = {
                "train/test_distillation.py -k killed"),
         Mutant("train/comparison.py", "late = int(step > _EARLY_STEPS)", "late = int(step >= _EARLY_STEPS)",
                "train/test_comparison.py -k early"),
+        Mutant("train/comparison.py", "        if step % self._block:\n", "        if step % (self._block + 1):\n",
+               "train/test_comparison.py -k turns"),
         Mutant("models/budget.py", '"seq_len": length * rows if joined', '"seq_len": length if joined',
                "train/test_budget.py -k arguments_say"),
         Mutant("models/budget.py", "            args.gradient_checkpointing = False\n", "",
