@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.errors import UnsupportedError, message
 from lowtide.swap import child_class
 
 # The mark of a class that patch made: what it is a child of; and the part of the model that it was made for.
@@ -130,20 +129,3 @@ def stock_class(module: nn.Module) -> type:
 def is_on_top(module: nn.Module) -> bool:
     """Return whether the class of ``module`` is the very one that `give_class` gave it."""
     return BASE in vars(type(module))
-
-
-def check_nothing_on_top(module: nn.Module) -> None:
-    """Check that a module with a class of ours has no other one on top of it.
-
-    Raises:
-        UnsupportedError: Something else changed its class since (``fully_shard``, a parametrization).
-    """
-    if part_of(module) is not None and not is_on_top(module):
-        raise UnsupportedError(
-            message(
-                "model",
-                f"{type(module).__name__} to have the class that patch gave it",
-                f"one changed since, {type(module).__mro__}",
-                "Undo what came after lowtide.patch first.",
-            )
-        )

@@ -12,7 +12,7 @@ first values.
 """
 
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -158,13 +158,9 @@ def fuse(rows: Sequence[Candidate], part: str, report: PatchReport) -> None:
 
 def restore(model: nn.Module, part: str) -> None:
     """Undo `fuse`, of modules whose class nothing else has changed since."""
-    for module in list(patched_modules(model, part)):
-        _restore(module)
-
-
-def patched_modules(model: nn.Module, part: str) -> Iterator[nn.Module]:
-    """Return the modules that `fuse` changed."""
-    return (module for module in model.modules() if part_of(module) == part)
+    for module in model.modules():
+        if part_of(module) == part:
+            _restore(module)
 
 
 def _restore(module: nn.Module) -> None:

@@ -3,18 +3,18 @@
 Every module that changes, the model and its output embedding among them, gets a class of its own: see `instance`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from lowtide.arguments import check_flag
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models import eligibility, parts
 from lowtide.models.head_call import LossState
-from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of
+from lowtide.models.instance import give_class, is_on_top, part_of
 from lowtide.models.lazy_logits import keep_from_compiling
 from lowtide.models.lazy_operations import look_up
 from lowtide.models.loss_part import LOSS, STATE, adopt_head, model_overrides
@@ -205,11 +205,17 @@ def _patch_loss(target: Any, state: LossState) -> None:
         adopt_head(target, state)  # it may have got adapters since, or lost them
 
 
-def _check_nothing_on_top(target: nn.Module, undone: Iterable[str]) -> None:
-    """Check, before anything changes, that the parts ``undone`` can be undone."""
-    for part in undone:
-        for module in parts.patched_modules(target, part):
-            check_nothing_on_top(module)
+def _check_nothing_on_top(target: nn.Module, undone: Sequence[str]) -> None:
+    """Check, before anything changes, that nothing has given a class to a module of the parts ``undone`` since.
+
+    Raises:
+        UnsupportedError: Something has (``fully_shard``, a parametrization).
+    """
+    for module in target.modules():
+        if part_of(module) in undone and not is_on_top(module):
+            expected = f"{type(module).__name__} to have the class that patch gave it"
+            hint = "Undo what came after lowtide.patch first."
+            raise UnsupportedError(message("model", expected, f"one changed since, {type(module).__mro__}", hint))
 
 
 def _unpatch_loss(target: nn.Module, state: LossState) -> None:
