@@ -274,8 +274,10 @@ MUTANTS: dict[str, list[Mutant]] = {
             "losses/preference.py", "    logprob = logprob.clamp(max=nearly_one)\n",
             "    logprob = logprob.clamp(max=0)\n", "losses/test_pairs.py -k orpo",
         ),
-        Mutant("losses/supervised.py", "scale = check_positive(\"temperature\", temperature) ** 2",
-               "scale = check_positive(\"temperature\", temperature)", "losses/test_tokens.py -k values"),
+        Mutant(
+            "losses/supervised.py", "used = keep[..., None] & (target_prob != 0)",
+            "used = keep[..., None].expand(target_prob.shape)", "losses/test_parts.py -k soft",
+        ),
         Mutant(
             "losses/multi_token.py",
             "same_document = pad(runs[..., k:], end, value=-1) == runs",
@@ -283,7 +285,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "losses/test_multi_token.py -k future",
         ),
         Mutant(
-            "losses/multi_token.py", "part.sum() / f for part, f in", "part.sum() for part, f in",
+            "losses/multi_token.py", "sums = [part.sum() / f for part, f in", "sums = [part.sum() for part, f in",
             "losses/test_multi_token.py -k values",
         ),
     ],

@@ -1,4 +1,4 @@
-"""What tests of losses share: random batches in float64, and reductions and estimates in plain PyTorch."""
+"""The losses' specification for the tests: float64 and plain loops over sequences and tokens, nothing of lowtide."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ class Batch:
     ref: Tensor
     sampler: Tensor
     entropy: Tensor
+    mean_logit: Tensor
+    lse: Tensor
+    sum_sq_prob: Tensor
     divergence: Tensor
     token_advantage: Tensor
     advantage: Tensor
     mask: Tensor
 
-    TOKENS = ("logprob", "old", "ref", "sampler", "entropy", "divergence", "token_advantage")
+    TOKENS = (
+        "logprob", "old", "ref", "sampler", "entropy", "mean_logit", "lse", "sum_sq_prob", "divergence",
+        "token_advantage",
+    )  # fmt: skip
 
     def kept(self) -> list[list[int]]:
         """Return the kept positions of each sequence."""
@@ -56,6 +62,9 @@ def batch(
         "ref": old + spread * normal(B, T),
         "sampler": old + spread * normal(B, T),
         "entropy": normal(B, T).abs(),
+        "mean_logit": normal(B, T),
+        "lse": 5 + normal(B, T),
+        "sum_sq_prob": torch.rand(B, T, generator=g, dtype=torch.float64) * 0.9 + 0.05,
         "divergence": normal(B, T).abs(),
         "token_advantage": normal(B, T),
     }
@@ -71,23 +80,6 @@ def each(of: Batch, f: Callable[[int, int], float]) -> Tensor:
         for t in ts:
             out[i, t] = f(i, t)
     return out
-
-
-def reduced(values: Tensor, mask: Tensor, reduction: str, num_items: Any = None) -> Tensor:
-    """Return what `lowtide.losses.reduce_tokens` does."""
-    values = values.where(mask, 0)
-    if reduction in ("none", "sum"):
-        return values if reduction == "none" else values.sum()
-    if reduction == "token":
-        return values.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
-    if reduction == "sequence":
-        values = values / mask.sum(-1, keepdim=True).clamp(min=1)
-    return values.sum() / (len(values) if num_items is None else num_items)
-
-
-def k_estimate(logprob: Tensor, ref: Tensor, kind: str) -> Tensor:
-    d = ref.detach() - logprob
-    return {"k1": -d, "k2": d**2 / 2, "k3": torch.expm1(d) - d}[kind]
 
 
 class NoHostSync(TorchDispatchMode):

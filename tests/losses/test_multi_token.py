@@ -64,7 +64,7 @@ def test_future_labels_stay_in_their_document(documents: Tensor | None) -> None:
 
 @promise("values", "options")
 @every_pair(
-    shape=["list", "stacked", "own"],
+    shape=["list", "stacked", "own", "shorter"],
     where=[(None, 1), (DOCUMENTS, 1), (None, 2)],
     gradient=["auto", "forward", "recompute"],
     factors=[None, [0.8**k for k in range(K)]],
@@ -73,17 +73,19 @@ def test_future_labels_stay_in_their_document(documents: Tensor | None) -> None:
 def test_values_and_gradients(
     shape: str, where: tuple[Tensor | None, int], gradient: Any, factors: Any, more: dict[str, Any]
 ) -> None:
-    """Heads of one weight or of their own."""
+    """Heads of one weight or of their own, of as many tokens or of those that the tokens between leave."""
     case, (documents, first) = Case(), where
     options = HeadOptions(gradient=gradient, workspace_mib=0.001)
     own, ignored = shape == "own", more.get("ignore_index", -100)
+    if shape == "shorter":
+        case.inputs = [x.detach()[:, : T - k].requires_grad_() for k, x in enumerate(case.inputs)]
     targets = [labels_ahead(case.labels, documents, first + k) for k in range(K)]
     labels, targets = ([y.where(y != -100, ignored) for y in ys] for ys in ([case.labels], targets))
     steps = []
     for k, x in enumerate(case.inputs):
         z = (x @ case.weights[k * own].T + case.biases[k * own]) * more.get("logit_scale", 1.0)
         z = z if not more else 4 * (z / 4).tanh()
-        y = targets[k]
+        y = targets[k][:, : x.shape[1]]
         ce = F.cross_entropy(
             z.flatten(0, 1), y.flatten(), ignore_index=ignored, label_smoothing=more.get("label_smoothing", 0.0)
         )
@@ -106,7 +108,7 @@ def test_denominators_of_a_step_of_two_micro_batches(own: bool) -> None:
     weight: Any = case.weights if own else case.weights[0]
     whole = losses.multi_token_loss(case.inputs, weight, case.labels)
     counts = (losses.future_labels(case.labels, K) != -100).flatten(1).sum(1)
-    for num_items in (counts, counts.double()):
+    for num_items in (counts, counts.tolist(), list(counts.double())):
         first, second = (
             losses.multi_token_loss([x[rows] for x in case.inputs], weight, case.labels[rows], num_items=num_items)
             for rows in (slice(1), slice(1, None))

@@ -1,19 +1,16 @@
-"""Preference losses: values and gradients against their formulas in float64, reductions, extremes, no pairs at all."""
+"""Preference losses: values and gradients against the references in float64, reductions, extremes, no pairs at all."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from losses.loops import NoHostSync
+from losses.references import pair_loss
 from lowtide import losses
 from lowtide.losses import DPO_KINDS, cpo_loss, dpo_loss, kto_loss, kto_reference, orpo_loss, simpo_loss
 from promises import promise
@@ -22,41 +19,22 @@ B = 6
 SMOOTHED = {"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"}
 PER_TOKEN = {"ipo", "sigmoid_norm"}
 DIVERGENT = {"sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop"}
-DIVERGENCES = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("js", 0.5), ("alpha", 0.5), ("alpha", 1.5), ("alpha", 1)]
+DIVERGENCES = [("forward_kl", 0.5), ("js", 0.5), ("alpha", 0.5), ("alpha", 1.5), ("alpha", 1)]
 DESIRABLE = torch.tensor([1, 0, 1, 1, 0, 0])
 KTO = {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.8}
-
-
-def smoothed(m: Tensor, e: float) -> Tensor:
-    return -(1 - e) * logsigmoid(m) - e * logsigmoid(-m)
-
-
-# In the letters of `dpo_loss`'s docstring; m is beta d, ``per_token`` IPO's difference.
-FORMULAS: dict[str, Callable[[Any], Tensor]] = {
-    "sigmoid": lambda p: smoothed(p.m, p.e),
-    "robust": lambda p: (-(1 - p.e) * logsigmoid(p.m) + p.e * logsigmoid(-p.m)) / (1 - 2 * p.e),
-    "hinge": lambda p: (1 - p.m).clamp(min=0),
-    "ipo": lambda p: (p.per_token - 1 / (2 * p.beta)) ** 2,
-    "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.per_token),
-    "exo_pair": lambda p: (
-        p.m.sigmoid() * (logsigmoid(p.m) - math.log(1 - p.e)) + (-p.m).sigmoid() * (logsigmoid(-p.m) - math.log(p.e))
-    ),
-    "nca_pair": lambda p: -logsigmoid(p.beta * p.a) - (logsigmoid(-p.beta * p.a) + logsigmoid(-p.beta * p.b)) / 2,
-    "bco_pair": lambda p: -logsigmoid(p.beta * p.a) - logsigmoid(-p.beta * p.b),
-    "sppo_hard": lambda p: (p.a - 1 / (2 * p.beta)) ** 2 + (p.b + 1 / (2 * p.beta)) ** 2,
-    "apo_zero": lambda p: 1 - (p.beta * p.a).sigmoid() + (p.beta * p.b).sigmoid(),
-    "apo_down": lambda p: (p.beta * p.a).sigmoid() + 1 - (p.beta * (p.a - p.b)).sigmoid(),
-    "discopop": lambda p: -(1 - (p.m / 0.05).sigmoid()) * logsigmoid(p.m) + (p.m / 0.05).sigmoid() * (-p.m).exp(),
-    "aot": lambda p: smoothed(p.beta * ((p.c - p.r).sort().values - (p.rc - p.rr).sort().values), p.e),
-    "aot_unpaired": lambda p: smoothed(p.beta * (p.a.sort().values - p.b.sort().values), p.e),
+# A loss, and the sets of options that are tried.
+CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    **{
+        kind: ("dpo_loss", [{}, *({"divergence": d, "alpha": a} for d, a in DIVERGENCES if kind in DIVERGENT)])
+        for kind in DPO_KINDS
+    },
+    "simpo": ("simpo_loss", [{}, {"beta": 2.5, "gamma": 1.4, "label_smoothing": 0.2}]),
+    "cpo": ("cpo_loss", [{}, {"beta": 0.4, "label_smoothing": 0.1}]),
+    "orpo": ("orpo_loss", [{}, {"beta": 0.2}]),
+    "kto": ("kto_loss", [{}, KTO]),
+    "apo_zero_unpaired": ("kto_loss", [{"kind": "apo_zero"}]),
 }
-
-
-def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    t = log_ratio.exp()
-    if divergence == "alpha" and alpha != 1:
-        return (t ** (alpha - 1) - 1) / (alpha - 1)
-    return {"forward_kl": 1 - 1 / t, "js": (2 * t / (1 + t)).log()}.get(divergence, log_ratio)
+DEFAULTS = {"simpo": {"beta": 2.0}}  # other than the reference's
 
 
 def sums() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -81,52 +59,45 @@ def options(kind: str, B: int = B) -> dict[str, Any]:
     return found
 
 
-def check(loss: Callable[..., Tensor], true: Tensor, trained: Sequence[Tensor]) -> None:
-    """Compare a loss in each reduction, and its gradients, with what it is of each pair."""
-    got = loss(reduction="none")
-    torch.testing.assert_close(got, true, rtol=1e-10, atol=1e-12)
-    grads = (torch.autograd.grad(x.sum(), trained) for x in (got, true))
-    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(loss(), true.mean())
-    torch.testing.assert_close(loss(reduction="sum"), true.sum())
-    for count in (11, torch.tensor(11)):
-        torch.testing.assert_close(loss(num_items=count), true.sum() / 11)
+def computed(name: str, tensors: tuple[Tensor, ...], o: dict[str, Any]) -> Tensor:
+    loss = CASES[name][0]
+    if loss != "kto_loss":
+        return getattr(losses, loss)(*tensors, **o)
+    return kto_loss(*tensors, DESIRABLE, 0 if "kind" in o else 0.7, **o)
+
+
+def expected(name: str, tensors: tuple[Tensor, ...], o: dict[str, Any]) -> Tensor:
+    """Return the same by the reference of the randomly generated tests."""
+    loss, o = CASES[name][0], DEFAULTS.get(name, {}) | o
+    if loss == "kto_loss":
+        o = {**o, "desirable": DESIRABLE.bool(), "kl": 0 if "kind" in o else 0.7}
+    elif loss == "cpo_loss":
+        *tensors, nll = tensors
+        o = {**o, "nll": nll}
+    return pair_loss(loss, *tensors, **o)[0]
 
 
 @promise("values", "options")
-@pytest.mark.parametrize("kind", DPO_KINDS)
-def test_dpo(kind: str) -> None:
-    for divergence, alpha in DIVERGENCES if kind in DIVERGENT else DIVERGENCES[:1]:
+@pytest.mark.parametrize("name", CASES)
+def test_values_gradients_and_reductions(name: str) -> None:
+    loss, sets = CASES[name]
+    for more in sets * 2:
         c, r, rc, rr = sums()
-        trained = c.requires_grad_(), r.requires_grad_()
-        o, a, b = options(kind), c - rc, r - rr
-        p = SimpleNamespace(c=c, r=r, rc=rc, rr=rr, a=a, b=b, beta=0.3, e=o.get("label_smoothing"))
-        x, y = score(a, divergence, alpha), score(b, divergence, alpha)
-        p.m = p.beta * (x - y)
-        p.per_token = x / torch.arange(1, B + 1) - y / torch.arange(B, 0, -1)
-        loss = functools.partial(dpo_loss, c, r, rc, rr, divergence=divergence, alpha=alpha, **o)
-        check(loss, FORMULAS[kind](p), trained)
-
-
-@promise("values", "options")
-def test_losses_without_pairs_of_models() -> None:
-    for e, beta, gamma in ((0.0, 2.0, 1.0), (0.2, 2.5, 1.4)):
-        c, r = (x.requires_grad_() for x in means())
-        more = {"beta": beta, "gamma": gamma, "label_smoothing": e} if e else {}
-        check(functools.partial(simpo_loss, c, r, **more), smoothed(beta * (c - r) - gamma, e), (c, r))
-    for e, beta in ((0.0, 0.1), (0.1, 0.4)):
-        c, r, nll, ref = (x.requires_grad_() for x in sums())
-        more = {"beta": beta, "label_smoothing": e} if e else {}
-        check(functools.partial(cpo_loss, c, r, nll, **more), smoothed(beta * (c - r), e) + nll, (c, r, nll))
-        c, r = (x.requires_grad_() for x in means())
-        odds = [x - torch.log(1 - x.exp()) for x in (c, r)]
-        true = -c - beta * logsigmoid(odds[0] - odds[1])
-        check(functools.partial(orpo_loss, c, r, **({"beta": beta} if e else {})), true, (c, r))
-        c, _, ref, _ = sums()
-        w = 0.8 + 0.5 * DESIRABLE.double() if e else 1.0
-        gain = (0.2 if e else 0.1) * (c.requires_grad_() - ref - 0.7)
-        true = w * (1 - torch.where(DESIRABLE != 0, gain, -gain).sigmoid())
-        check(functools.partial(kto_loss, c, ref, DESIRABLE, 0.7, **(KTO if e else {})), true, (c,))
+        tensors = {"dpo_loss": (c, r, rc, rr), "cpo_loss": (c, r, rc), "kto_loss": (c, rc), "simpo_loss": (c, r)}.get(
+            loss, means()
+        )
+        o = options(name) | more if loss == "dpo_loss" else more
+        trained = tensors[: {"dpo_loss": 2, "kto_loss": 1}.get(loss)]
+        for x in trained:
+            x.requires_grad_()
+        got, true = (f(name, tensors, {**o, "reduction": "none"}) for f in (computed, expected))
+        torch.testing.assert_close(got, true, rtol=1e-10, atol=1e-12)
+        grads = (torch.autograd.grad(x.sum(), trained) for x in (got, true))
+        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(computed(name, tensors, o), true.mean())
+        torch.testing.assert_close(computed(name, tensors, {**o, "reduction": "sum"}), true.sum())
+        for count in (11, torch.tensor(11)):
+            torch.testing.assert_close(computed(name, tensors, {**o, "num_items": count}), true.sum() / 11)
 
 
 @promise("values")
@@ -214,6 +185,7 @@ def test_no_host_synchronisation_and_one_graph() -> None:
         kto_loss(x, y, n > 3, kto_reference(x, y), num_items=count)
         losses.group_advantages(x, 3)
         losses.leave_one_out_advantages(x, 3)
+        losses.wpo_weights(x[None], x[None].exp(), n[None] > 2)
     compiled = torch.compile(dpo_loss, fullgraph=True, backend="eager")
     four = [t.detach() for t in (x, y, u, v)]
     torch.testing.assert_close(compiled(*four), dpo_loss(*four))

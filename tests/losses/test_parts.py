@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from losses.loops import Batch, batch, each, k_estimate, reduced
-from lowtide import losses
+from losses.loops import Batch, batch, each
+from losses.references import k_estimate, reduced
+from lowtide import linear_divergence, linear_logprobs, losses
 from promises import promise
 
 pytestmark = promise("values")
@@ -28,20 +30,21 @@ def at_level(b: Batch, difference: Callable[[int, int], float], level: str) -> C
             return math.exp(difference(i, t))
         ts = b.kept()[i]
         total = sum(difference(i, u) for u in ts)
-        return math.exp(total / len(ts) if level == "geometric" else total)
+        return math.exp(total / len(ts) if level.startswith("geometric") else total)
 
     return ratio
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric", "geometric_token"])
 def test_importance_ratio(level: str) -> None:
     for seed in range(2):
         b = batch(seed)
         got = losses.importance_ratio(b.logprob, b.old, b.mask, level=level)
         same(got, each(b, at_level(b, lambda i, t, b=b: b.logprob[i, t].item() - b.old[i, t].item(), level)))
-        surrogate = losses.clipped_surrogate(got, b.advantage)
-        ppo = losses.ppo_loss(b.logprob, b.old, b.advantage, b.mask, level=level)
-        same(ppo, reduced(surrogate, b.mask, "token"))
+        if level != "geometric_token":
+            surrogate = losses.clipped_surrogate(got, b.advantage)
+            ppo = losses.ppo_loss(b.logprob, b.old, b.advantage, b.mask, level=level)
+            same(ppo, reduced(surrogate, b.mask, "token")[0])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -68,7 +71,7 @@ def test_kl_estimates() -> None:
     for kind in ("k1", "k2", "k3"):
         same(
             losses.kl_estimate(b.logprob, b.ref, b.mask, kind=kind),
-            reduced(k_estimate(b.logprob, b.ref, kind), b.mask, "none"),
+            reduced(k_estimate(b.logprob, b.ref, kind), b.mask, "none")[0],
         )
     x = torch.full((1, 64), -3.0)  # of close models k3 is not noise
     ref = x + 1e-3
@@ -115,7 +118,7 @@ def test_the_clip_takes_the_gradient_on_its_own_side_alone() -> None:
 def test_grpo_takes_the_papers_beta_where_there_is_a_reference() -> None:
     b = batch(0)
     plain = losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask)
-    kl = reduced(k_estimate(b.logprob, b.ref, "k3"), b.mask, "sequence")
+    kl = reduced(k_estimate(b.logprob, b.ref, "k3"), b.mask, "sequence")[0]
     same(losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask, ref_logprob=b.ref), plain + 0.04 * kl)
     same(losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask, ref_logprob=b.ref, beta=0), plain)
 
@@ -131,13 +134,18 @@ def test_micro_batches_add_up_to_the_whole_batch() -> None:
 
 def test_sequences() -> None:
     b = batch(4)
-    sums, means = [], []
+    sums, means, weights = [], [], []
     for i, ts in enumerate(b.kept()):
         logs = [b.logprob[i, t].item() for t in ts]
         sums.append(sum(logs))
         means.append(sum(logs) / max(len(ts), 1))
+        over = [b.logprob[i, t].item() - math.log(b.sum_sq_prob[i, t].item()) for t in ts]
+        weights.append(math.exp(sum(over) / max(len(ts), 1)))
     same(losses.sequence_logprobs(b.logprob, b.mask), torch.tensor(sums, dtype=torch.float64))
     same(losses.sequence_logprobs(b.logprob, b.mask, average=True), torch.tensor(means, dtype=torch.float64))
+    got = losses.wpo_weights(b.logprob.clone().requires_grad_(), b.sum_sq_prob.clone().requires_grad_(), b.mask)
+    same(got, torch.tensor(weights, dtype=torch.float64))
+    assert not got.requires_grad
 
 
 def test_focal_is_finite_from_certain_to_impossible() -> None:
@@ -148,3 +156,29 @@ def test_focal_is_finite_from_certain_to_impossible() -> None:
             loss.backward()
             assert loss.item() == pytest.approx(-((-math.expm1(logprob)) ** gamma) * logprob, rel=1e-5, abs=1e-37)
             assert x.grad.isfinite().all()
+
+
+def test_soft_targets() -> None:
+    """Teacher's top 5, some unused, against cross entropy with class probabilities and the divergence's gradient."""
+    B, T, D, V = 3, 11, 8, 29
+    x, w = (torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((B, T, D), (V, D)))
+    mask = torch.rand(B, T) < 0.8
+    ids = torch.rand(B, T, V).argsort(-1)[..., :5]
+    target = torch.rand(B, T, 5, dtype=torch.float64) / 5
+    target[..., 3:][torch.rand(B, T, 2) < 0.5] = 0
+    dense = torch.zeros(B, T, V, dtype=torch.float64).scatter_(-1, ids, target)
+    want = F.cross_entropy((x @ w.T)[mask], dense[mask])
+    true = torch.autograd.grad(want, (x, w))
+    kl = linear_divergence(x, w, None, None, teacher_topk=(ids, target.log(), "drop"), mask=mask, reduction="mean")
+    for ids_BTK in (ids, ids.masked_fill(target == 0, -100)):
+        got = losses.soft_target_loss(linear_logprobs(x, w, ids_BTK), target, mask)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got, (x, w)), true)
+    torch.testing.assert_close(torch.autograd.grad(kl, (x, w)), true)
+    # classes that are impossible and not used, and a masked token
+    logprob = torch.tensor([[[-1.0, -torch.inf], [-2.0, torch.nan], [torch.nan] * 2]], requires_grad=True)
+    prob = torch.tensor([[[0.5, 0.0], [0.25, 0.0], [torch.nan, 1.0]]])
+    loss = losses.soft_target_loss(logprob, prob, torch.tensor([[1, 1, 0]]), reduction="sum")
+    loss.backward()
+    assert loss.item() == 1.0
+    assert torch.equal(logprob.grad, torch.tensor([[[-0.5, 0.0], [-0.25, 0.0], [0.0, 0.0]]]))

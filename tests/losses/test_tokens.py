@@ -1,88 +1,61 @@
-"""Every loss of tokens: values and gradients against its formula in float64, and what all of them promise."""
+"""Every loss of tokens: values and gradients against the references in float64, and what all of them promise."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from losses.loops import Batch, NoHostSync, batch, k_estimate, reduced
+from losses.loops import Batch, NoHostSync, batch
+from losses.references import token_loss
 from lowtide import losses
 from promises import promise
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
 
 class Row(NamedTuple):
-    """A loss: its tensors by their names in `Batch`, its value of a token from these, arguments, reduction.
-
-    The value's argument has the batch's tensors, 0 where masked, ``advantage`` as one per token, and ``ratio``.
-    """
+    """A loss: its tensors by their names in `Batch`, arguments, other defaults than the reference's, reduction."""
 
     loss: str
     fields: tuple[str, ...]
-    value: Callable[[Any], Tensor]
-    arguments: Mapping[str, Any] = MappingProxyType({})
+    arguments: Mapping[str, Any] = NOTHING
+    defaults: Mapping[str, Any] = NOTHING
     reduction: str = "token"
-
-
-def clipped(low: float = 0.2, high: float = 0.2, most: float = math.inf) -> Callable[[Any], Tensor]:
-    return lambda v: (
-        -torch.minimum(v.ratio.clamp(max=most) * v.advantage, v.ratio.clamp(1 - low, 1 + high) * v.advantage)
-    )
-
-
-def gspo(v: Any) -> Tensor:
-    n = v.mask.sum(-1, keepdim=True).clamp(min=1)
-    v.ratio = ((v.logprob - v.old.detach()).sum(-1, keepdim=True) / n).exp()
-    return clipped(3e-4, 4e-4)(v)
-
-
-def cispo(low: float = 0.0, high: float = 5.0) -> Callable[[Any], Tensor]:
-    return lambda v: -v.ratio.detach().clamp(low, high) * v.advantage * v.logprob
-
-
-def sapo(v: Any) -> Tensor:
-    tau = 1.05 - 0.05 * (v.advantage > 0).double()
-    return -4 / tau * torch.sigmoid(tau * (v.ratio - 1)) * v.advantage
-
-
-def focal(gamma: float) -> Callable[[Any], Tensor]:
-    return lambda v: -((1 - v.logprob.exp()).clamp(min=1e-300) ** gamma) * v.logprob
 
 
 CLIPPED = ("logprob", "old", "advantage")
 PER_TOKEN = ("logprob", "old", "token_advantage")
+GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
 ROWS = {
-    "reduce": Row("reduce_tokens", ("logprob",), lambda v: v.logprob),
-    "sft": Row("sft_loss", ("logprob",), lambda v: -v.logprob),
-    "dft": Row("dft_loss", ("logprob",), lambda v: -v.logprob.exp().detach() * v.logprob),
-    "focal": Row("focal_loss", ("logprob",), focal(2)),
-    "focal half": Row("focal_loss", ("logprob",), focal(0.5), {"gamma": 0.5}),
-    "gkd": Row("gkd_loss", ("divergence",), lambda v: 9 * v.divergence, {"temperature": 3}),
-    "sampled": Row("sampled_distillation_loss", ("logprob", "ref"), lambda v: k_estimate(v.logprob, v.ref, "k2")),
-    "sampled k3": Row(
-        "sampled_distillation_loss", ("logprob", "ref"), lambda v: k_estimate(v.logprob, v.ref, "k3"), {"kind": "k3"}
-    ),
-    "policy": Row("policy_loss", ("divergence", "logprob"), lambda v: v.divergence),
-    "ppo": Row("ppo_loss", PER_TOKEN, clipped()),
-    "ppo clipped": Row(
-        "ppo_loss", CLIPPED, clipped(0.1, 0.3, 1.5), {"clip_low": 0.1, "clip_high": 0.3, "ratio_max": 1.5}
-    ),
-    "grpo": Row("grpo_loss", CLIPPED, clipped(most=1.4), {"ratio_max": 1.4}, "sequence"),
-    "dr_grpo": Row("dr_grpo_loss", CLIPPED, lambda v: clipped()(v) / 9, {"max_length": 9}, "sequence_sum"),
-    "dapo": Row("dapo_loss", PER_TOKEN, clipped(high=0.28)),
-    "dapo clipped": Row("dapo_loss", CLIPPED, clipped(high=0.1), {"clip_high": 0.1}),
-    "gspo": Row("gspo_loss", CLIPPED, gspo, reduction="sequence"),
-    "cispo": Row("cispo_loss", PER_TOKEN, cispo()),
-    "cispo clipped": Row("cispo_loss", CLIPPED, cispo(0.9, 1.2), {"ratio_min": 0.9, "ratio_max": 1.2}),
-    "sapo": Row("sapo_loss", PER_TOKEN, sapo, reduction="sequence"),
-    "reinforce": Row(
-        "reinforce_loss", ("logprob", "advantage"), lambda v: -v.advantage * v.logprob, {}, "sequence_sum"
-    ),
+    "reduce": Row("reduce_tokens", ("logprob",)),
+    "sft": Row("sft_loss", ("logprob",)),
+    "dft": Row("dft_loss", ("logprob",)),
+    "focal": Row("focal_loss", ("logprob",)),
+    "focal half": Row("focal_loss", ("logprob",), {"gamma": 0.5}),
+    "smoothed": Row("label_smoothed_loss", ("logprob", "mean_logit", "lse")),
+    "z": Row("z_loss", ("lse",)),
+    "gkd": Row("gkd_loss", ("divergence",), {"temperature": 3}),
+    "sampled": Row("sampled_distillation_loss", ("logprob", "ref")),
+    "sampled k3": Row("sampled_distillation_loss", ("logprob", "ref"), {"kind": "k3"}),
+    "policy": Row("policy_loss", ("divergence", "logprob")),
+    "ppo": Row("ppo_loss", PER_TOKEN),
+    "ppo clipped": Row("ppo_loss", CLIPPED, {"clip_low": 0.1, "clip_high": 0.3, "ratio_max": 1.5}),
+    "grpo": Row("grpo_loss", CLIPPED, {"ratio_max": 1.4}, reduction="sequence"),
+    "dr_grpo": Row("dr_grpo_loss", CLIPPED, {"max_length": 9}, reduction="sequence_sum"),
+    "bnpo": Row("bnpo_loss", CLIPPED),
+    "dapo": Row("dapo_loss", PER_TOKEN, {}, {"clip_high": 0.28}),
+    "dapo clipped": Row("dapo_loss", CLIPPED, {"clip_high": 0.1}),
+    "gspo": Row("gspo_loss", CLIPPED, {}, GSPO, "sequence"),
+    "gspo of tokens": Row("gspo_loss", PER_TOKEN, {"token_level": True}, GSPO, "sequence"),
+    "cispo": Row("cispo_loss", PER_TOKEN),
+    "cispo clipped": Row("cispo_loss", CLIPPED, {"ratio_min": 0.9, "ratio_max": 1.2}),
+    "sapo": Row("sapo_loss", PER_TOKEN, reduction="sequence"),
+    "reinforce": Row("reinforce_loss", ("logprob", "advantage"), reduction="sequence_sum"),
 }
 OF_POLICIES = list(ROWS)[list(ROWS).index("policy") :]
 REDUCTIONS = ["token", "sequence", "sequence_sum", "sum", "none"]
@@ -103,19 +76,16 @@ def computed(name: str, b: Batch, **more: Any) -> Tensor:
     return getattr(losses, row.loss)(*(getattr(b, field) for field in row.fields), b.mask, **row.arguments, **more)
 
 
-def expected(name: str, b: Batch, reduction: str = "", num_items: Any = None, kl: str = "k3", **terms: Any) -> Tensor:
-    row, mask = ROWS[name], b.mask
-    v = SimpleNamespace(mask=mask, **{field: getattr(b, field).where(mask, 0) for field in Batch.TOKENS})
-    v.ratio = (v.logprob - v.old.detach()).exp()
-    of_tokens = b.token_advantage if "token_advantage" in row.fields else b.advantage[:, None]
-    v.advantage = of_tokens.detach().where(mask, 0)
-    value = row.value(v)
-    if terms:
-        factor = row.arguments.get("max_length", 1)  # of all, in the denominator
-        value = value * terms["correction"].detach().where(mask, 0)
-        value = value + terms["beta"] * k_estimate(v.logprob, v.ref, kl) / factor
-        value = value - terms["entropy_coef"] * v.entropy / factor
-    return reduced(value, mask, reduction or row.reduction, num_items)
+def expected(name: str, b: Batch, **more: Any) -> Tensor:
+    """Return the same by the reference of the randomly generated tests, which has words of its own."""
+    row, words = ROWS[name], {"old": "other", "ref": "other", "divergence": "other", "token_advantage": "advantage"}
+    first, rest = row.fields[0], row.fields[1:]
+    if name == "policy":
+        first, rest = "logprob", ("divergence",)
+    tensors = {words.get(field, field): getattr(b, field) for field in rest}
+    more = {"ref" if key == "ref_logprob" else key: value for key, value in more.items()}
+    arguments = {"reduction": row.reduction, **row.defaults, **row.arguments, **more}
+    return token_loss(row.loss, getattr(b, first), b.mask, **tensors, **arguments)[0]
 
 
 def leaves_of(b: Batch) -> list[Tensor]:
@@ -125,10 +95,9 @@ def leaves_of(b: Batch) -> list[Tensor]:
     return [getattr(b, field) for field in (*Batch.TOKENS, "advantage")]
 
 
-def assert_same(name: str, b: Batch, terms: Callable[[], dict[str, Any]] = dict, **more: Any) -> None:
+def assert_same(name: str, b: Batch, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     leaves = leaves_of(b)
-    more |= terms()
-    got, true = computed(name, b, **more), expected(name, b, **more)
+    got, true = computed(name, b, **ours), expected(name, b, **theirs)
     torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-13)
     grads = (torch.autograd.grad(loss.sum(), leaves, allow_unused=True) for loss in (got, true))
     for g, e in zip(*grads, strict=True):
@@ -142,11 +111,11 @@ def assert_same(name: str, b: Batch, terms: Callable[[], dict[str, Any]] = dict,
 def test_values_and_gradients(name: str) -> None:
     for seed in range(2):
         b = batch(seed, spread=0.5)
-        assert_same(name, b)
+        assert_same(name, b, {}, {})
         for reduction in REDUCTIONS:
-            assert_same(name, b, reduction=reduction)
+            assert_same(name, b, {"reduction": reduction}, {"reduction": reduction})
         for count in (23, torch.tensor(23)):
-            assert_same(name, b, num_items=count)
+            assert_same(name, b, {"num_items": count}, {"num_items": 23})
 
 
 @promise("options")
@@ -154,8 +123,9 @@ def test_values_and_gradients(name: str) -> None:
 def test_terms(name: str) -> None:
     for kl in ("k1", "k2", "k3"):
         b = batch(7, spread=0.5)
-        correction = losses.sampler_correction(b.old, b.sampler, b.mask)
-        assert_same(name, b, lambda b=b, c=correction: terms_of(name, b) | {"correction": c}, kl=kl)
+        leaves_of(b)
+        terms = terms_of(name, b) | {"correction": losses.sampler_correction(b.old, b.sampler, b.mask), "kl": kl}
+        assert_same(name, b, terms, terms)
 
 
 @promise("ignored")
@@ -265,5 +235,5 @@ def test_finite_at_extremes(name: str) -> None:
 
 @promise("values")
 def test_every_public_loss_of_tokens_is_in_the_table() -> None:
-    others = {"dpo_loss", "simpo_loss", "cpo_loss", "orpo_loss", "kto_loss", "multi_token_loss"}
+    others = {"dpo_loss", "simpo_loss", "cpo_loss", "orpo_loss", "kto_loss", "multi_token_loss", "soft_target_loss"}
     assert {name for name in losses.__all__ if name.endswith("_loss")} - others <= {row.loss for row in ROWS.values()}

@@ -204,8 +204,8 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor, *, severa
     if target.is_floating_point() or target.is_complex():
         expected = f"class indices, an integer tensor of shape {list(input.shape[:-1])}"
         hint = (
-            "For class probabilities use lowtide.linear_apply with your own function of the logits, or"
-            " lowtide.linear_divergence with a teacher, or with a few classes a token as its teacher_topk."
+            "For class probabilities use lowtide.linear_apply with your own function of the logits,"
+            " lowtide.linear_divergence with a teacher, or lowtide.losses.soft_target_loss with a few classes a token."
         )
         raise ArgumentTypeError(message("target", expected, f"{target.dtype} of shape {_shape(target)}", hint))
     if target.dtype == torch.bool:

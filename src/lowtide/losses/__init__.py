@@ -8,6 +8,7 @@ per position, takes hidden states and output embeddings instead.
 
 from lowtide.losses.multi_token import StepLosses, future_labels, multi_token_loss
 from lowtide.losses.policy_gradient import (
+    bnpo_loss,
     cispo_loss,
     dapo_loss,
     dr_grpo_loss,
@@ -35,18 +36,22 @@ from lowtide.losses.preference import (
     orpo_loss,
     simpo_loss,
 )
-from lowtide.losses.reduction import reduce_tokens, sequence_logprobs
+from lowtide.losses.reduction import reduce_tokens, sequence_logprobs, wpo_weights
 from lowtide.losses.supervised import (
     dft_loss,
     focal_loss,
     gkd_loss,
+    label_smoothed_loss,
     sampled_distillation_loss,
     sft_loss,
+    soft_target_loss,
+    z_loss,
 )
 
 __all__ = [
     "DPO_KINDS",
     "StepLosses",
+    "bnpo_loss",
     "cispo_loss",
     "clipped_surrogate",
     "cpo_loss",
@@ -64,6 +69,7 @@ __all__ = [
     "kl_estimate",
     "kto_loss",
     "kto_reference",
+    "label_smoothed_loss",
     "leave_one_out_advantages",
     "multi_token_loss",
     "orpo_loss",
@@ -77,4 +83,7 @@ __all__ = [
     "sequence_logprobs",
     "sft_loss",
     "simpo_loss",
+    "soft_target_loss",
+    "wpo_weights",
+    "z_loss",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowtide.arguments import check_device, check_index, check_tensor, detached, positive_scalar
+from lowtide.arguments import check_device, check_index, check_tensor, detached, operand_dtype, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.call import scalar_on
 from lowtide.head.cross_entropy import linear_cross_entropy, mean_and_parts
@@ -39,7 +39,7 @@ def multi_token_loss(
     weights: Sequence[float] | None = None,
     first: int = 1,
     documents: Tensor | None = None,
-    num_items: float | Tensor | None = None,
+    num_items: float | Tensor | Sequence[float | Tensor] | None = None,
     linear_bias: Tensor | Sequence[Tensor | None] | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -55,11 +55,12 @@ def multi_token_loss(
 
     Each mean is over the head's own valid labels: see `future_labels` for where there are none. A head without any has
     the loss 0. Heads with one weight in common, as DeepSeek-V3's modules, are one call over all their tokens: a list of
-    hidden states is stacked (KND numbers), and one gradient of the weight is stored instead of K. Heads with
+    hidden states is concatenated (KND numbers), and one gradient of the weight is stored instead of K. Heads with
     weights of their own, as Medusa's, are a call each.
 
     Args:
-        inputs: Hidden states of the heads, a tensor [K, ..., T, D] or K tensors [..., T, D].
+        inputs: Hidden states of the heads, a tensor [K, ..., T, D] or K tensors [..., T, D]. A tensor of fewer tokens
+            [..., T_k, D] has those of the sequence's first T_k positions.
         linear_weight: The output embedding [V, D] of all heads, or K of them.
         labels: Class indices [..., T], not shifted, or ``ignore_index``.
         weights: K factors above 0. None: 1 / K, the mean of the heads. Medusa's are 0.8**k, those of DeepSeek-V3's
@@ -67,7 +68,7 @@ def multi_token_loss(
         first: How far ahead the first head predicts, as in `future_labels`: 2 without the model's own head.
         documents: Packed sequences, as in `future_labels`.
         num_items: What each head's sum is divided by, instead of its number of valid labels: a number above 0 or a 0-d
-            tensor for all heads, or a tensor [K]; tensors are not inspected. For gradient accumulation.
+            tensor for all heads, K of them, or a tensor [K]; tensors are not inspected. For gradient accumulation.
         linear_bias: [V], or K of them or None.
         ignore_index: Labels of this value are not scored.
         label_smoothing: This and the following as in `lowtide.linear_cross_entropy`.
@@ -99,13 +100,14 @@ def multi_token_loss(
     factors = [1 / K] * K
     if weights is not None:
         factors = [check_positive(f"weights[{k}]", value) for k, value in enumerate(_per_head("weights", weights, K))]
-    targets = future_labels(labels, K, first=first, documents=documents, ignore_index=ignore_index)
+    ahead = future_labels(labels, K, first=first, documents=documents, ignore_index=ignore_index)
+    targets = [y[..., : x.shape[-2]].contiguous() for x, y in zip(heads, ahead, strict=True)]
     wide = torch.promote_types(heads[0].dtype, torch.float32)
     if num_items is None:
-        counts = list((targets != ignore_index).flatten(1).sum(1, dtype=wide).clamp(min=1))
+        counts = [(y != ignore_index).sum(dtype=wide).clamp(min=1) for y in targets]
     else:
-        several = isinstance(num_items, Tensor) and num_items.dim() == 1
-        numbers = _per_head("num_items", list(num_items), K) if several else [num_items] * K  # type: ignore[arg-type]
+        several = isinstance(num_items, Sequence) or (isinstance(num_items, Tensor) and num_items.dim() == 1)
+        numbers = _per_head("num_items", list(num_items) if several else [num_items] * K, K)  # type: ignore[arg-type]
         scalars = [positive_scalar("num_items", n, torch.float64) for n in numbers]
         counts = [detached(scalar_on(heads[0].device, n, wide)) for n in scalars]
 
@@ -123,17 +125,22 @@ def multi_token_loss(
         got = f"a {type(linear_bias).__name__}"
         raise ArgumentTypeError(message("linear_bias", "one tensor or None, as linear_weight is one", got))
     for k, x in enumerate(heads):
-        if x.shape != heads[0].shape:
-            expected = f"shape {list(heads[0].shape)}, as inputs[0] has, with one linear_weight for all"
+        if x.shape[-1] != heads[0].shape[-1]:
+            expected = f"shape [..., {heads[0].shape[-1]}], as inputs[0] has, with one linear_weight for all"
             raise ArgumentValueError(message(f"inputs[{k}]", expected, f"shape {list(x.shape)}"))
-    joined = inputs if isinstance(inputs, Tensor) else torch.stack(heads)
+        if operand_dtype(x) != operand_dtype(heads[0]):
+            expected = f"dtype {heads[0].dtype}, as inputs[0] has, with one linear_weight for all"
+            raise ArgumentTypeError(message(f"inputs[{k}]", expected, str(x.dtype), "Cast one of them."))
+    joined = inputs if isinstance(inputs, Tensor) else torch.cat([x.flatten(0, -2) for x in heads])
     most = torch.stack(counts).amax()  # not 1: an fp16 gradient would sink below fp16's smallest numbers
-    weight_K = torch.stack([f * most / n for f, n in zip(factors, counts, strict=True)])
-    token_weight = weight_K.view(K, *[1] * labels.dim()).expand(targets.shape)
+    token_weights = [(f * most / n).expand(y.numel()) for f, n, y in zip(factors, counts, targets, strict=True)]
     loss, parts = mean_and_parts(
-        joined, linear_weight, targets, token_weight=token_weight, num_items=most, linear_bias=linear_bias, **head
-    )
-    return StepLosses(loss, torch.stack([part.sum() / f for part, f in zip(parts, factors, strict=True)]) / most)
+        joined, linear_weight, torch.cat([y.flatten() for y in targets]).view(joined.shape[:-1]),
+        token_weight=torch.cat(token_weights).view(joined.shape[:-1]), num_items=most, linear_bias=linear_bias, **head,
+    )  # fmt: skip
+    parts_of_heads = torch.split(parts.flatten(), [y.numel() for y in targets])
+    sums = [part.sum() / f for part, f in zip(parts_of_heads, factors, strict=True)]
+    return StepLosses(loss, torch.stack(sums) / most)
 
 
 def future_labels(
@@ -173,7 +180,7 @@ def future_labels(
     if documents is None:
         documents = torch.zeros_like(labels)
     else:
-        check_place("documents", _check_integers("documents", documents), "labels", labels)
+        _check_integers("documents", check_place("documents", check_tensor("documents", documents), "labels", labels))
     changes = documents[..., 1:] != documents[..., :-1]
     runs = pad(changes.cumsum(-1), (labels.shape[-1] - changes.shape[-1], 0))  # a document's number may return
     out = []
@@ -184,18 +191,22 @@ def future_labels(
     return torch.stack(out)
 
 
-def _checked_inputs(inputs: Any, labels: Tensor) -> list[Tensor]:
+def _checked_inputs(inputs: object, labels: Tensor) -> list[Tensor]:
     """Return the hidden states of each head, whose leading axes are those of ``labels`` [..., T]."""
-    is_tensor = isinstance(inputs, Tensor)
-    if not (inputs.dim() > 2 and len(inputs) if is_tensor else isinstance(inputs, Sequence) and inputs):
-        got = f"shape {list(inputs.shape)}" if is_tensor else f"{inputs!r}"
-        expected = "a tensor [K, ..., T, D], or a sequence of K tensors [..., T, D], with K above 0"
-        raise ArgumentTypeError(message("inputs", expected, got, "Of one head: inputs[None]."))
+    if not isinstance(inputs, Tensor) and not (isinstance(inputs, Sequence) and len(inputs)):
+        expected = "a tensor [K, ..., T, D], or a sequence of K tensors [..., T, D]"
+        got = "an empty one" if isinstance(inputs, Sequence) else type(inputs).__name__
+        raise ArgumentTypeError(message("inputs", expected, got))
+    if isinstance(inputs, Tensor) and (inputs.dim() < 3 or not len(inputs)):
+        expected = "shape [K, ..., T, D] with K above 0"
+        raise ArgumentValueError(
+            message("inputs", expected, f"shape {list(inputs.shape)}", "Of one head: inputs[None].")
+        )
     heads = list(inputs)
     for k, x in enumerate(heads):
-        name = f"inputs[{k}]"
-        if check_tensor(name, x).shape[:-1] != labels.shape:
-            expected = f"shape {[*labels.shape, 'D']}, as labels has these"
+        name, (*leading, T) = f"inputs[{k}]", labels.shape
+        if check_tensor(name, x).dim() < 2 or list(x.shape[:-2]) != leading or x.shape[-2] > T:
+            expected = f"shape {[*leading, T, 'D']}, or fewer tokens than {T}, as labels has these"
             raise ArgumentValueError(message(name, expected, f"shape {list(x.shape)}"))
         check_device(name, x, labels, "labels")
     return heads

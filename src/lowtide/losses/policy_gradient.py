@@ -120,6 +120,28 @@ def dr_grpo_loss(
     return loss / max_length
 
 
+def bnpo_loss(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor | None = None, **terms: Unpack[ClippedTerms]
+) -> Tensor:
+    """Return what TRL names BNPO: GRPO's surrogate, averaged over the tokens of this batch.
+
+        1/(sum_i n_i) sum_i sum_t (-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL)
+
+    ``beta`` as in `grpo_loss`. The paper of that name (Xiao et al. 2025, arXiv 2506.02864) normalises rewards with a
+    Beta distribution: that is a matter of the advantages, which are given.
+
+    Args:
+        logprob: The policy's log-probabilities of tokens [..., T].
+        old_logprob: Those of the policy that sampled [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
+        mask: As in `reduce_tokens`.
+        terms: ``clip_low``, ``clip_high``, ``ratio_max`` and terms as in `ppo_loss`, as are result and errors;
+            ``reduction`` is "token".
+    """
+    terms.setdefault("reduction", "token")
+    return grpo_loss(logprob, old_logprob, advantage, mask, **terms)
+
+
 def dapo_loss(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor | None = None, **terms: Unpack[ClippedTerms]
 ) -> Tensor:
@@ -151,34 +173,37 @@ def gspo_loss(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    token_level: bool = False,
     **terms: Unpack[PolicyTerms],
 ) -> Tensor:
     """Return GSPO's objective as a loss: one ratio per sequence, the geometric mean of its tokens'.
 
         1/B sum_i -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)      s_i = exp(1/n_i sum_t d_t)
 
-    with d_t = ``logprob - old_logprob``.
+    with d_t = ``logprob - old_logprob``. ``token_level`` is GSPO-token: s_it = sg(s_i) p_t / sg(p_t) and one advantage
+    per token, averaged over each sequence; of the same value and gradient where a sequence's advantages are equal.
 
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One per sequence [...]; not differentiated.
+        advantage: One per sequence [...] or, with ``token_level``, one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         clip_low: As in `ppo_loss`; the paper's, three orders below PPO's as the ratio is a mean.
         clip_high: As in `ppo_loss`.
+        token_level: Whether to take GSPO-token.
         terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence".
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eq. 5.
+    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eqs. 5 and 13.
     """
-    if check_floats("advantage", advantage).shape == check_tokens(logprob=logprob)[0].shape:
+    if not token_level and check_floats("advantage", advantage).shape == check_tokens(logprob=logprob)[0].shape:
         expected = f"one per sequence, {list(logprob.shape[:-1])}"
-        raise ArgumentValueError(message("advantage", expected, f"{list(advantage.shape)}"))
+        raise ArgumentValueError(message("advantage", expected, f"{list(advantage.shape)}", "Or token_level=True."))
     terms.setdefault("reduction", "sequence")
-    tensors = logprob, old_logprob, advantage, mask
-    return ppo_loss(*tensors, level="geometric", clip_low=clip_low, clip_high=clip_high, **terms)
+    level: RatioLevel = "geometric_token" if token_level else "geometric"
+    return ppo_loss(logprob, old_logprob, advantage, mask, level=level, clip_low=clip_low, clip_high=clip_high, **terms)
 
 
 def cispo_loss(

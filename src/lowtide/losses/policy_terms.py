@@ -24,7 +24,8 @@ from lowtide.losses.reduction import (
     reduce_tokens,
 )
 
-RatioLevel = Literal["token", "sequence", "geometric"]
+RatioLevel = Literal["token", "sequence", "geometric", "geometric_token"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
 Correction = Literal["truncate", "mask"]
 KLKind = Literal["k1", "k2", "k3"]
 Scale = Literal["group", "batch", "none"]
@@ -54,11 +55,12 @@ def importance_ratio(
 ) -> Tensor:
     """Return how much likelier tokens are under the policy than under the one that sampled them.
 
-    With d_t = ``logprob - old_logprob`` over the n valid tokens of a sequence:
+    With d_t = ``logprob - old_logprob`` over the n valid tokens of a sequence, and sg what is not differentiated:
 
-        "token"       exp(d_t)
-        "sequence"    exp(sum_t d_t)
-        "geometric"   exp(sum_t d_t / n)        GSPO's s
+        "token"             exp(d_t)
+        "sequence"          exp(sum_t d_t)
+        "geometric"         exp(sum_t d_t / n)                                      GSPO's s
+        "geometric_token"   sg(exp(sum_t d_t / n)) exp(logprob_t - sg(logprob_t))   GSPO-token's s_t
 
     Log-ratios are held at 80 from above (e^80 = 5.5e34; float32 ends at e^88.7); beyond, the gradient is 0.
 
@@ -67,7 +69,7 @@ def importance_ratio(
         old_logprob: Those of the policy that sampled, or of the step's start [..., T]; not differentiated, so that
             ``logprob`` itself may be given for a first step.
         mask: As in `reduce_tokens`.
-        level: One of the three above.
+        level: One of the four above.
 
     Returns:
         Tensor: [..., T], a sequence's ratio at each of its tokens; float32 or float64; exactly 0 where masked.
@@ -75,11 +77,14 @@ def importance_ratio(
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, for the last.
+    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, for the last two.
     """
     check_name("level", level, get_args(RatioLevel))
     keep, logprob, old = check_valid(mask, logprob=logprob, old_logprob=old_logprob)
-    return bounded_exp(_at_level(logprob - old.detach(), keep, level)).where(keep, 0)
+    log_ratio = _at_level(logprob - old.detach(), keep, level.removesuffix("_token"))
+    if level == "geometric_token":
+        return (bounded_exp(log_ratio).detach() * (logprob - logprob.detach()).exp()).where(keep, 0)
+    return bounded_exp(log_ratio).where(keep, 0)
 
 
 def sampler_correction(
@@ -87,7 +92,7 @@ def sampler_correction(
     sampler_logprob: Tensor,
     mask: Tensor | None = None,
     *,
-    level: RatioLevel = "token",
+    level: CorrectionLevel = "token",
     kind: Correction = "truncate",
     low: float = 0.0,
     high: float = 2.0,
@@ -119,7 +124,7 @@ def sampler_correction(
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, high = 2);
     Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (MIS).
     """
-    check_name("level", level, get_args(RatioLevel))
+    check_name("level", level, get_args(CorrectionLevel))
     check_name("kind", kind, get_args(Correction))
     low = check_not_negative("low", low)
     if check_number("high", high, 0, math.inf) <= low:

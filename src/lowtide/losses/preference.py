@@ -31,6 +31,7 @@ DPOKind = Literal[
 DPO_KINDS = get_args(DPOKind)
 """The words that `dpo_loss` takes as ``kind``; its docstring has the formula of each."""
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
+KTOKind = Literal["kto", "apo_zero"]
 
 
 def dpo_loss(
@@ -247,6 +248,7 @@ def kto_loss(
     desirable: Tensor,
     kl: float | Tensor,
     *,
+    kind: KTOKind = "kto",
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
@@ -256,16 +258,16 @@ def kto_loss(
 
     With a = ``logprob - ref_logprob`` and w the weight of the answer's side:
 
-        w (1 - sigmoid(beta (a - kl))) where desirable, else w (1 - sigmoid(beta (kl - a)))
-
-    With kl = 0 it is APO-zero (arXiv 2408.06266, eq. 7) of single answers.
+        "kto"        w (1 - sigmoid(beta (a - kl))) where desirable, else w (1 - sigmoid(beta (kl - a)))
+        "apo_zero"   the same with kl = 0: APO-zero (arXiv 2408.06266, eq. 7) of single answers
 
     Args:
         logprob: Log-probability of each answer [...], summed over its tokens.
         ref_logprob: The reference model's [...], not differentiated.
         desirable: bool or integers [...], not 0 where the answer is a good one.
         kl: Number or 0-d tensor, not differentiated and not inspected: what `kto_reference` returns, averaged over
-            ranks where there are several.
+            ranks where there are several. 0 for "apo_zero", which does without.
+        kind: ``"kto"`` or ``"apo_zero"``.
         beta: How hard the policy is held to the reference, above 0.
         desirable_weight: w of good answers, 0 or above. The paper keeps the ratio of both sides, number times weight,
             between 1 and 4/3 (its eq. 8).
@@ -277,10 +279,13 @@ def kto_loss(
 
     Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
     """
+    check_name("kind", kind, get_args(KTOKind))
     logprob, ref = check_alike(logprob=logprob, ref_logprob=ref_logprob)
     log_ratio = logprob - ref.detach()
     desirable = check_bool("desirable", desirable, "logprob", logprob)
     reference = scalar_tensor("kl", kl, logprob.dtype).detach().to(logprob.dtype)
+    if kind == "apo_zero" and (isinstance(kl, Tensor) or kl != 0):
+        raise ArgumentValueError(message("kl", "0 with kind='apo_zero'", "a tensor" if isinstance(kl, Tensor) else kl))
     gain = check_positive("beta", beta) * (log_ratio - reference)
     good = check_not_negative("desirable_weight", desirable_weight) * (-gain).sigmoid()
     bad = check_not_negative("undesirable_weight", undesirable_weight) * gain.sigmoid()

@@ -6,7 +6,7 @@ from typing import Literal, TypedDict, get_args
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_device, check_name, check_number, check_tensor, positive_scalar
+from lowtide.arguments import check_name, check_number, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import Reduction
 
@@ -103,6 +103,32 @@ def sequence_logprobs(logprob: Tensor, mask: Tensor | None = None, *, average: b
     return per_sequence(logprob, keep, average=average)
 
 
+def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return WPO's weight of each sequence: how likely it is under the policy, 1 for a uniform guess or a sure one.
+
+        w = exp(mean_t (log p_t - log sum_v p_tv^2))
+
+    over valid tokens. A pair's loss is multiplied with the weights of both its answers:
+    ``(dpo_loss(..., reduction="none") * w_chosen * w_rejected).mean()``.
+
+    Args:
+        logprob: Log-probabilities of tokens [..., T].
+        sum_sq_prob: Sum of the squared probabilities of the vocabulary at each token [..., T], a field of what
+            `lowtide.linear_token_stats` returns.
+        mask: As in `reduce_tokens`.
+
+    Returns:
+        Tensor: [...], float32 or float64, not differentiated; 1 for a sequence without valid tokens.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Zhou et al. 2024, "WPO: Enhancing RLHF with Weighted Preference Optimization", arXiv 2406.11827, eq. 2.
+    """
+    logprob, sum_sq_prob = check_tokens(logprob=logprob, sum_sq_prob=sum_sq_prob)
+    return sequence_logprobs((logprob - sum_sq_prob.log()).detach(), mask, average=True).exp()
+
+
 def _reduced(values: Tensor, reduction: str, count: NumItems, num_items: NumItems) -> Tensor:
     """Return the sum over ``num_items``, or over ``count`` without it; where that is None, nothing is divided."""
     if count is None:
@@ -150,7 +176,8 @@ def check_place(name: str, value: Tensor, like_name: str, like: Tensor) -> Tenso
     if value.shape != like.shape:
         expected = f"shape {list(like.shape)}, as {like_name} has"
         raise ArgumentValueError(message(name, expected, f"shape {list(value.shape)}"))
-    check_device(name, value, like, like_name)
+    if value.device != like.device:
+        raise ArgumentValueError(message(name, f"a tensor on {like.device}, as {like_name} is", f"{value.device}"))
     return value
 
 

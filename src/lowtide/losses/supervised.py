@@ -8,10 +8,12 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_name
+from lowtide.arguments import check_name, check_number
+from lowtide.errors import ArgumentValueError, message
 from lowtide.losses.policy_terms import kl_estimate
 from lowtide.losses.reduction import (
     TokenReductionOptions,
+    check_mask,
     check_not_negative,
     check_positive,
     check_tokens,
@@ -83,6 +85,96 @@ def focal_loss(
     _, logprob = check_valid(mask, logprob=logprob)
     unsure = (-logprob.expm1()).clamp(min=torch.finfo(logprob.dtype).tiny)
     return reduce_tokens(-(unsure**gamma) * logprob, mask, **reduce)
+
+
+def label_smoothed_loss(
+    logprob: Tensor,
+    mean_logit: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.1,
+    **reduce: Unpack[TokenReductionOptions],
+) -> Tensor:
+    """Return the cross entropy against targets mixed with the uniform distribution.
+
+        -(1 - a) logprob_t + a (lse_t - mean_logit_t)          a = ``label_smoothing``
+
+    which is `torch.nn.functional.cross_entropy`'s: lse - mean_logit is -1/V times the sum of all log-probabilities.
+    The three tensors are fields of what `lowtide.linear_token_stats` returns.
+
+    Args:
+        logprob: Log-probabilities of the targets [..., T].
+        mean_logit: Mean of each token's logits over the vocabulary [..., T].
+        lse: logsumexp of each token's logits [..., T].
+        mask: As in `reduce_tokens`.
+        label_smoothing: a, from 0 to 1.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision", arXiv 1512.00567.
+    """
+    a = check_number("label_smoothing", label_smoothing, 0, 1)
+    logprob, mean_logit, lse = check_tokens(logprob=logprob, mean_logit=mean_logit, lse=lse)
+    return reduce_tokens(-(1 - a) * logprob + a * (lse - mean_logit), mask, **reduce)
+
+
+def soft_target_loss(
+    logprob: Tensor, target_prob: Tensor, mask: Tensor | None = None, **reduce: Unpack[TokenReductionOptions]
+) -> Tensor:
+    """Return the cross entropy against soft targets: K classes of each token and their probabilities.
+
+        -sum_k p_tk logprob_tk          p = ``target_prob``
+
+    as of a teacher's top k that were stored, which need not sum to 1: classes that are not listed add nothing. Divide
+    by their sum to renormalise them. `lowtide.linear_logprobs` with targets [..., T, K] computes the log-probabilities.
+    `lowtide.linear_divergence` with ``teacher_topk=(ids, target_prob.log(), "drop")`` has the same gradient for fewer
+    GEMMs, and ways to compare the other classes' mass too.
+
+    Args:
+        logprob: Log-probabilities of the listed classes [..., T, K].
+        target_prob: Probabilities of the same classes [..., T, K], not differentiated; 0 for entries that are not used,
+            whatever their log-probability.
+        mask: As in `reduce_tokens`, [..., T].
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531.
+    """
+    logprob, target_prob = check_tokens(logprob=logprob, target_prob=target_prob)
+    if logprob.dim() < 2:
+        raise ArgumentValueError(message("logprob", "shape [..., T, K]", f"shape {list(logprob.shape)}"))
+    target_prob = target_prob.detach()
+    keep = check_mask(mask, "logprob without its last axis", logprob.new_empty(logprob.shape[:-1]))
+    used = keep[..., None] & (target_prob != 0)
+    return reduce_tokens(-(target_prob.where(used, 0) * logprob.where(used, 0)).sum(-1), mask, **reduce)
+
+
+def z_loss(
+    lse: Tensor, mask: Tensor | None = None, *, coef: float = 1e-4, **reduce: Unpack[TokenReductionOptions]
+) -> Tensor:
+    """Return the z-loss, to be added to another: it keeps the softmax's normaliser near 1.
+
+        coef lse_t^2
+
+    Args:
+        lse: logsumexp of each token's logits [..., T], a field of what `lowtide.linear_token_stats` returns.
+        mask: As in `reduce_tokens`.
+        coef: Factor, 0 or above; the paper's is 1e-4.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv 2204.02311, section 5.
+    """
+    coef = check_not_negative("coef", coef)
+    _, lse = check_valid(mask, lse=lse)
+    return reduce_tokens(coef * lse * lse, mask, **reduce)
 
 
 def gkd_loss(
