@@ -40,6 +40,7 @@ class ActivationPolicy:
     Args:
         keep: ``"all"``: every activation that its operations save. ``"attention"``: the layer's input and attention's
             output; the rest is recomputed in backward. ``"input"``: the layer's input alone; everything is recomputed.
+            Not given: ``"all"``, or ``"input"`` where ``every`` is above 1.
         mlp_level: ``checkpoint_level`` of the layer's fused SwiGLU, or experts: 0 saves gate and up, 1 only the input.
             None leaves it unmodified.
         offload: Whether what the layer saves by ``keep`` "attention" or "input" is in pinned host memory from its
@@ -57,7 +58,7 @@ class ActivationPolicy:
         ArgumentTypeError: ``offload`` is not a bool, or ``mlp_tile_tokens`` or ``every`` no whole number.
     """
 
-    keep: Keep = "all"
+    keep: Keep = None  # type: ignore[assignment]  # chosen below
     mlp_level: int | None = None
     offload: bool = False
     mlp_tile_tokens: int | None = None
@@ -65,6 +66,9 @@ class ActivationPolicy:
 
     def __post_init__(self) -> None:
         check_count("every", self.every)
+        given: Any = self.keep
+        if given is None:
+            object.__setattr__(self, "keep", "input" if self.every > 1 else "all")
         if self.keep not in get_args(Keep):
             expected = f"one of {', '.join(map(repr, get_args(Keep)))}"
             raise ArgumentValueError(message("keep", expected, f"{self.keep!r}"))
