@@ -1,4 +1,4 @@
-"""Every model type of transformers checked, several processes at a time, and the page that shows the results."""
+"""Every model type of transformers checked in a process of its own, and the page that shows the results."""
 
 from __future__ import annotations
 
@@ -7,32 +7,61 @@ import os
 import re
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from models.type_case import COMPARED, FELL_BACK, FUSED, KINDS, check, types
+from models.type_case import (
+    COMPARED,
+    CRASHED,
+    FELL_BACK,
+    FUSED,
+    KINDS,
+    TIMED_OUT,
+    check,
+    types,
+)
 
 Row = dict[str, Any]
 
 
-def checked_types(workers: int) -> list[Row]:
-    """Return the row of every kind and type."""
-    names = [(kind, name) for kind in KINDS for name in types(kind)]
+def checked_types(seconds: float, workers: int) -> list[Row]:
+    """Return the row of every kind and type, each at most so long; a crash and a hang are rows too."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["models.type_case", "transformers.modeling_utils"])
-    # few tasks for each process: some models take gigabytes
-    with ProcessPoolExecutor(workers, context, _silence, max_tasks_per_child=16) as pool:
-        rows = pool.map(check, *zip(*names, strict=True))
-        return [{"kind": kind, "type": name, **row} for (kind, name), row in zip(names, rows, strict=True)]
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = [
+            (kind, name, pool.submit(_in_child, context, kind, name, seconds)) for kind in KINDS for name in types(kind)
+        ]
+        return [{"kind": kind, "type": name, **row.result()} for kind, name, row in waiting]
 
 
-def _silence() -> None:
+def _in_child(context: Any, kind: str, name: str, seconds: float) -> Row:
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_row, args=(sender, kind, name), daemon=True)
+    child.start()
+    sender.close()  # the child has its own: where it ends without an answer, the pipe ends
+    try:
+        if receiver.poll(seconds):
+            return dict(receiver.recv())
+        return {"status": TIMED_OUT, "why": f"no answer within {seconds:g} s"}
+    except EOFError:
+        child.join()
+        return {"status": CRASHED, "why": f"its process ended with status {child.exitcode}"}
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+
+
+def _send_row(sender: Any, kind: str, name: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for descriptor in (1, 2):  # what models print, and what C++ does
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    sender.send(check(kind, name))
+    os._exit(0)  # whatever a model's package started does not hold the child up
 
 
 _PAGE = """\

@@ -46,7 +46,7 @@ def test_a_type_never_builds_logits(kind, model_type):
 def test_every_type_is_as_the_page_says(request):
     """Of the versions that wrote it; of others none is different, and as many are fused."""
     file = request.config.rootpath / "docs" / "supported-models.md"
-    rows = all_types.checked_types(os.cpu_count() or 1)
+    rows = all_types.checked_types(seconds=600, workers=os.cpu_count() or 1)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     page = all_types.page(rows, versions)
     if request.config.getoption("--supported-models"):

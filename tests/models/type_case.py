@@ -33,7 +33,7 @@ KINDS = {  # the class that makes a model of the kind, and its title
 LOSS, LOGITS = "the loss", "the logits"
 Results = dict[str, Tensor | None]  # these, and gradients by the names of their parameters
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
-CRASHED = "crashed"  # neither equal nor different is known of it
+CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
 COMPARED = (FUSED, FELL_BACK, DIFFERENT)
 
 
