@@ -101,7 +101,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "head": [
         Mutant("head/plan.py", "-(-evenly // tile) * tile", "rows", "head/test_plan.py -k one_length"),
-        Mutant("head/plan.py", "else 2 * ROWS", "else ROWS", "head/test_plan.py -k rule"),
+        Mutant("head/plan.py", "4 * ROWS else 2)", "4 * ROWS else 1)", "head/test_plan.py -k rule"),
         Mutant("head/kernels/exp_rows.py", "total += tl.where(s == 0.0, 0.0, block.to(tl.float32) * s)",
                "total += tl.where(s == 0.0, 0.0, block.to(tl.float32))", "contract/test_kernels.py -k any_size"),
         Mutant("head/engine.py", "g_CV.sum(0, dtype=head.wide) if outside is None else outside @ g_CV",

@@ -3,6 +3,7 @@
 N tokens, n rows computed, C rows of a chunk, D hidden size, V vocabulary, V_r classes of it on this rank.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from lowtide.head.rows import Rows, slices
 
 Numbers = dict[str, Tensor]
 UpstreamOf = Callable[[Numbers, slice], Any]
+_PRECISION = threading.Lock()  # held by who has changed the precision of the process
 
 
 class Terms:
@@ -305,12 +307,13 @@ def clear_beside(g_CV: Tensor) -> None:
 def multiplied_as_bf16() -> Iterator[None]:
     """Have a CPU's float32 GEMMs round their operands to bfloat16, which these are already; the result is float32."""
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+    with _PRECISION:
+        before = settings.fp32_precision
+        settings.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
 
 
 def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:

@@ -542,8 +542,8 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
 
     longest = room // of_chunk
     if work.workspace_mib is None:
-        few = ROWS if work.weight_frozen or N <= 4 * ROWS else 2 * ROWS
-        most = max(few, EXP_WORK // (V * max(D, 1024)) // part, power_of_2(-(-N // FEW_CHUNKS)) // part**2)
+        few = ROWS * (part if N <= 4 * ROWS else 2)
+        most = max(few, EXP_WORK // (V * max(D, 1024)), power_of_2(-(-N // FEW_CHUNKS)) // part) // part
         longest = min(longest, most, max(N // 2, ROWS * (1 + sharded)))
         room = max(room, BLOCK * (of_block + 2 * min(V, BLOCK)) * (not sharded))
     rows, least = whole(longest), min(V, BLOCK // 4)
