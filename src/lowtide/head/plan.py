@@ -545,8 +545,7 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
         few = ROWS * (part if N <= 4 * ROWS else 2)
         most = max(few, EXP_WORK // (V * max(D, 1024)), power_of_2(-(-N // FEW_CHUNKS)) // part) // part
         longest = min(longest, most, max(N // 2, ROWS * (1 + sharded)))
-        few_classes = V if V <= 8 * BLOCK else BLOCK
-        room = max(room, BLOCK * (of_block + 2 * few_classes) * (not sharded))
+        room = max(room, BLOCK * (of_block + 2 * min(V, BLOCK)) * (not sharded))
     rows, least = whole(longest), min(V, BLOCK // 4)
     fitting = [min(BLOCK, room // max(of_block + 2 * classes, sums)) for classes in (min(V, BLOCK), least)]
     block_rows = min(map(whole, fitting), key=in_float32)
