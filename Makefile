@@ -34,10 +34,11 @@ pytest := $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 train: $(VENV)/.train
 	$(VENV)/bin/lowtide train --compare --max_steps 200 $(ARGS)
 
-test: lint
+test: $(VENV)/.lint
+	@$(MAKE) --no-print-directory --jobs 2 lint $(VENV)/.test  # types are checked while the rest is installed
 	$(pytest) $(if $(ROOM),--room $(ROOM)) $(ARGS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -71,7 +72,7 @@ oldest: $(VENV)-oldest/.test
 	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --dist worksteal \
 	    $(or $(ARGS),tests/train tests/trl_patch tests/models tests/memory tests/contract/test_compile.py)
 
-docs: $(VENV)/.test
+docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
@@ -90,13 +91,21 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 	$(pip) --editable '.[train]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.torch pyproject.toml
+$(VENV)/.lint: $(VENV)/.torch
+	$(pip) mypy numpy ruff safetensors
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.lint pyproject.toml
 	$(pip) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(pip) --editable '.[docs]'
 	@touch $@
 
 $(next)/.transformers: $(VENV)/.torch
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEELS) --no-deps --upgrade --target $(next) \
-	    'transformers==5.24.*'
+	    transformers
 	@touch $@
 
 oldest := $(shell sed -nE 's/^(train|peft) = .*"(transformers|peft)>=([0-9.]+)".*/"\2==\3.*"/p' pyproject.toml)

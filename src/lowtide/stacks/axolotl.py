@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 import lowtide
 
 
-class LowtideArgs(BaseModel):
+class LowtideArgs(BaseModel):  # type: ignore[misc]
     """What the plugin reads from the YAML file: arguments of `lowtide.patch`."""
 
     lowtide_loss: bool = True

@@ -279,8 +279,8 @@ class CrossEntropy(Exponentials):
     def ends(self, chunk: Chunk, input_ND: Tensor) -> InputRows:
         """Return what ends the rows of a chunk's input gradient in a kernel, where ignored tokens are last."""
         assert self.index is not None
-        (s_C, y_C, rest_C), w_VD = chunk.of_input, self.weight_VD
-        to_C = self.index[chunk.part]
+        to_C, w_VD = self.index[chunk.part], self.weight_VD
+        s_C, y_C, rest_C = chunk.of_input
         return InputRows(input_ND, input_ND.stride(0), to_C, s_C, y_C, rest_C, w_VD, w_VD.stride(0))
 
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
