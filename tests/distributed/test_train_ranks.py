@@ -43,7 +43,7 @@ def resume_text(output: Path) -> str:
 @promise("ranks")
 @pytest.mark.parametrize(
     ("kind", "engine"),
-    cases("pretrain ddp", "tune fsdp2", slow=("pretrain fsdp2", "tune ddp", "adapt fsdp2", "tune zero3")),
+    cases("tune fsdp2", slow=("pretrain ddp", "pretrain fsdp2", "tune ddp", "adapt fsdp2", "tune zero3")),
 )
 def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> None:
     """Also with ranks whose sequences have different numbers of tokens."""
@@ -135,7 +135,7 @@ def test_a_rank_that_is_killed_in_a_step(kind: str, engine: str, made: Runs, tmp
 
 
 @promise("resume")
-@pytest.mark.parametrize(("kind", "engine", "rank"), cases("pretrain ddp 0", slow=("pretrain fsdp2 0", "tune ddp 1")))
+@pytest.mark.parametrize(("kind", "engine", "rank"), cases(slow=("pretrain ddp 0", "pretrain fsdp2 0", "tune ddp 1")))
 def test_a_rank_whose_disk_takes_no_more(kind: str, engine: str, rank: str, made: Runs, tmp_path: Path) -> None:
     """While it writes a checkpoint; with room again the ranks go on from the one before."""
     output, number = tmp_path / "run", int(rank)

@@ -110,6 +110,7 @@ def test_lora_on_the_weights_of_experts(first, both, batch):
     assert any("lora" in name and p.grad is not None for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 @promise("compile")
 def test_compiled(both, batch):
     model, stock = both("gpt-oss")

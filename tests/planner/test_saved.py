@@ -192,6 +192,7 @@ def test_layers_of_other_types_save_what_is_planned(model_type: str, policy: str
     assert planned == pytest.approx(found[1] - found[0] - states, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_loop_over_tokens_is_read_in_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """What three short ones give for a longer sequence and a larger batch is what that takes itself."""
     job = job_of(settings_of("qwen3_next", 2), 1280, batch_size=3)
