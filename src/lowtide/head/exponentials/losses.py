@@ -197,7 +197,7 @@ class CrossEntropy(Exponentials):
     def in_chunks(self, factors: RowFactors, found: Tensor) -> None:
         """Find the rows' numbers, and add the gradients: three GEMMs a chunk."""
         plan, (V, D), new = self.plan, self.weight_VD.shape, self.weight_VD.new_empty
-        rows = min(plan.chunk_rows, plan.rows)
+        rows = plan.chunk_rows
         e, sums, scaled, product = new(rows, padded(V)), self.new(self.planes, rows, self.tiles), None, None
         for chunk in self.chunks(rows):
             part, C = chunk.part, len(chunk.x_CD)
