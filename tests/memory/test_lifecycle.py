@@ -168,7 +168,10 @@ def test_a_forward_replaced_on_the_instance_is_refused(ids: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
 @pytest.mark.parametrize(
     ("how", "policy"),
-    [("layers in place", INPUT), ("layers wrapped", ATTENTION)],  # the model itself stands in test_offloads
+    [
+        ("layers in place", INPUT),
+        pytest.param("layers wrapped", ATTENTION, marks=pytest.mark.slow),
+    ],  # the model itself stands in test_offloads
 )
 def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) -> None:
     model, stock = llama(num_hidden_layers=2), llama(num_hidden_layers=2)

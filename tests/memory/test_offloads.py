@@ -181,7 +181,7 @@ def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> No
 
 @promise("compile")
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
-@pytest.mark.parametrize("how", ["model", pytest.param("layers", marks=pytest.mark.slow), "parts"])
+@pytest.mark.parametrize("how", ["model", *(pytest.param(how, marks=pytest.mark.slow) for how in ("layers", "parts"))])
 def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor) -> None:
     """An offloaded layer runs in eager, once, and its parts may be compiled."""
     model = llama(num_hidden_layers=3)
