@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 import support
 from contract.cases import LEAVES
 from contract.function import NARROW, Mode, gradients, leaves, total, trained, true_gradients
-from contract.table import MODES, PUBLIC, each, every_mode
+from contract.table import MODES, PUBLIC, each, every_mode, every_pair_of_modes
 from lowtide.errors import LowtideError, UnsupportedError
 from promises import promise
 from support import assert_near, every_pair, in_float64, relative_error
@@ -140,7 +140,7 @@ def strided(t: Tensor, kind: int) -> Tensor:
 
 
 @promise("layouts")
-@every_pair(mode=MODES.values(), dtype=[torch.float64, *NARROW], kind=range(4))
+@every_pair_of_modes(dtype=[torch.float64, *NARROW], kind=range(4))
 def test_strided_inputs(mode: Mode, dtype: torch.dtype, kind: int) -> None:
     """Chunks are of a few rows, which begin and end inside a sequence."""
     kwargs = mode.arguments((3, 7), dtype=dtype, ignored="some", workspace_mib=0.002)
@@ -207,7 +207,7 @@ def test_inside_a_checkpoint(mode: Mode, kind: str | CheckpointPolicy) -> None:
 
 
 @promise("dtypes")
-@every_pair(mode=MODES.values(), dtype=NARROW, inputs=[True, False], weights=[True, False])
+@every_pair_of_modes(dtype=NARROW, inputs=[True, False], weights=[True, False])
 def test_autocast(mode: Mode, dtype: torch.dtype, inputs: bool, weights: bool) -> None:
     """Operands are rounded to autocast's dtype; each gradient comes in the dtype of what it belongs to."""
     own = {"out": "light " + mode.choice.get("out", "token")} if mode.name == "linear_apply" else {}

@@ -26,8 +26,6 @@ pytestmark = [
 SLOW = pytest.mark.slow
 HEADS = ("mean", "each", "top-k")
 QUICK = ("mean", "statistics", "apply-sum", "contrastive", *parts.COMPILED)
-# an operator each
-CHECKED = (*QUICK, "each", "logprobs", "sets", "jsd-sum", "forward_kl", "top-k", "contrastive-of-several")
 
 
 def split(kwargs: Arguments) -> tuple[Arguments, Arguments]:
@@ -132,7 +130,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(m, id=n, marks=[] if n in CHECKED else SLOW) for n, m in MODES.items() if m.name != "linear_apply"],
+    [pytest.param(m, id=n, marks=[] if n in QUICK else SLOW) for n, m in MODES.items() if m.name != "linear_apply"],
 )
 @pytest.mark.skipif(support.DEVICE != "cpu", reason="a kernel leaves what no backward reads as it was")
 def test_the_registered_operators_pass_opcheck(mode: Mode) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import support
 from contract.cases import LEAVES, MODES, counting
 from contract.function import Arguments, Mode, total, trained
-from contract.table import each, every_head
+from contract.table import UNLIKE, each, every_head
 from lowtide import HeadOptions, HeadPlan
 from lowtide.measure.allocations import track_allocations
 from promises import promise
@@ -28,11 +28,10 @@ CASES = [  # a dtype, what else, and MiB
     (torch.bfloat16, "plain", 1),
     (torch.float16, "busy", 1),
 ]
-UNLIKE = ("mean", "each", "statistics", "sets", "jsd-sum", "top-k", "apply")  # what others share the code of
 WORKSPACES = [
     (name, *case) for name in MODES for case in CASES if name in UNLIKE or case[:2] == (torch.float32, "busy")
 ]
-WIDTHS = [(name, torch.float32) for name in MODES if name not in UNLIKE] + [
+WIDTHS = [pytest.param(name, torch.float32, marks=pytest.mark.slow) for name in MODES if name not in UNLIKE] + [
     *itertools.product(UNLIKE, [torch.float32, torch.bfloat16]),
     *itertools.product(["mean"], [torch.float64, torch.float16]),
 ]

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 import support
 from contract.cases import LAYOUT, LEAVES
 from contract.function import NARROW, WIDE, Function, Mode, check, leaves, total, trained
-from contract.table import FUNCTIONS, HEADS, MODES, each, every_mode
+from contract.table import FUNCTIONS, HEADS, each, every_mode, every_pair_of_modes
 from promises import promise
-from support import every_pair, in_float64, pairs, relative_error
+from support import in_float64, pairs, relative_error
 
 every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 MOST = 4000  # combinations of a function's options with --slow
@@ -54,7 +54,7 @@ def test_odd_sizes(mode: Mode) -> None:
 
 
 @promise("values")
-@every_pair(mode=MODES.values(), dtype=NARROW, workspace_mib=[None, 0.05])
+@every_pair_of_modes(dtype=NARROW, workspace_mib=[None, 0.05])
 def test_narrow_dtypes_err_no_more_than_plain_pytorch(mode: Mode, dtype: torch.dtype, workspace_mib: Any) -> None:
     """The baseline is plain PyTorch of the same operands; both are held against float64."""
     light = {"out": "light " + mode.choice.get("out", "token")} if mode.name == "linear_apply" else {}

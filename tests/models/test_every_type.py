@@ -31,7 +31,10 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "model_type"), SAMPLE, ids=lambda x: x)
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * ("t5gemma" in one), id="-".join(one)) for one in SAMPLE],
+)
 def test_a_type_never_builds_logits(kind, model_type):
     row = check(kind, model_type)
     assert (row["status"], row["why"]) == (FUSED, "")
