@@ -272,7 +272,9 @@ SCRIPTS = {
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "workspace")) for name in SCRIPTS]
+)
 def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, measured = SCRIPTS[name]
     module = importlib.import_module(name)

@@ -61,7 +61,10 @@ def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> N
 @promise("resume")
 @pytest.mark.parametrize(
     ("kind", "wrote", "engine"),
-    cases("pretrain ddp one", "tune fsdp2 fsdp2", slow=("pretrain one ddp", "adapt fsdp2 fsdp2", "tune zero2 zero2")),
+    cases(
+        "pretrain ddp one",
+        slow=("tune fsdp2 fsdp2", "pretrain one ddp", "adapt fsdp2 fsdp2", "tune zero2 zero2"),
+    ),
 )
 def test_resumes(kind: str, wrote: str, engine: str, made: Runs, tmp_path: Path) -> None:
     """One process and DDP read each other's checkpoints."""

@@ -21,7 +21,7 @@ pytestmark = [
     # PyTorch's, of the generator in a checkpoint whose recompute an error ended
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-BATCH, FIXED = 40, 6
+BATCH, FIXED = 40, 5
 SLOW_BATCHES = 40
 MOST_SHOWN = 10  # failures of a batch
 SLOW = int(os.environ.get("LOWTIDE_PROGRAMS", "10000"))
