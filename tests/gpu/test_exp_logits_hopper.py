@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 from gpu.conftest import HOPPER, ON_GPU
-from lowtide.head.kernels import hopper
+from lowtide.head.kernels import hopper, stats
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.gemm import matrix
+from lowtide.head.kernels.gemm import ALL, LogitTransform, gemm_tiles, matrix
 from lowtide.head.kernels.hopper import exp_logits_hopper
 from promises import promise
 
@@ -87,6 +90,37 @@ def test_values_and_the_same_bits(shape: tuple[int, int, int]) -> None:
             found = case.check(e=e, sums=sums, coefficient=coefficient)
     for _ in range(10):
         assert all(map(torch.equal, case.check(coefficient=True), found))
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_statistics_and_gradients_have_the_bits_of_tritons_kernels(shape: tuple[int, int, int]) -> None:
+    """Which the interpreter runs: whole rows of NaN and one class in several places are among them."""
+    case, P = Case(*shape), -(-shape[2] // COLUMNS)
+    case.x[-2:], case.y[-2:] = torch.nan, 0  # of ignored ones the sums may be NaN
+    case.w[::3] = case.w[1]
+    C, V = len(case.x), len(case.w)
+
+    def written(kernel: Callable[..., None]) -> list[Tensor]:
+        sums = torch.full((7, C, P), torch.nan, device="cuda")
+        planes = stats.planes_of(sums[1:], list(stats.WANTED))
+        g = torch.full((C, -(-V // 8) * 8), torch.nan, device="cuda", dtype=torch.bfloat16)[:, :V]
+        kernel(ExpRows(case.reference.nan_to_num(0.0), case.y, None, 0, sums[0], P, **planes), None)
+        kernel(of_gradient, g)
+        return [sums.nan_to_num(-1.0), g]
+
+    def hoppers(rows: Any, out: Tensor | None) -> None:
+        if out is None:
+            exp_logits_hopper(case.x, case.w, None, rows)
+        else:
+            hopper.gradient_hopper(case.x, case.w, out, rows, ALL)
+
+    def tritons(rows: Any, out: Tensor | None) -> None:
+        epilogue = stats.tile_stats if out is None else stats.gradient_tile
+        gemm_tiles(epilogue, case.x, case.w, out, rows, LogitTransform())
+
+    numbers = torch.randn(4, C, device="cuda")
+    of_gradient: Any = stats.Gradient((numbers[0] > 0).float() * (case.x[:, 0] == case.x[:, 0]), *numbers, *[None] * 3)
+    assert all(map(torch.equal, written(hoppers), written(tritons)))
 
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])

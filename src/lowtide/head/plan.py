@@ -6,6 +6,7 @@ A chunk has as many rows as fit the workspace; chunks are of one length, and on 
   fifth of the chunk at a time, which have at most half of the workspace;
 - of exponentials, 4096 (2048 of up to 8192 tokens), or what makes 8 chunks, or GEMMs of 2^39 multiplications and a GiB;
   half of that where the head is frozen; no more than half of the tokens from 4096 on. From 2048 rows on a power of 2.
+  Of sums alone, before any gradient: what fits.
 
 Exponentials are computed twice, the second time in blocks of up to 4096 rows by 4096 classes or more, where gradients
 wait for backward, where chunks would be shorter than 512 rows, and where so many that the weight's gradient were summed
@@ -217,10 +218,10 @@ def plan_head(
     """
     options, device = _checked(options, device, dtype, reduction, N=N, D=D, V=V)
     if function:
-        choice = choose("linear_apply", options.backend)
+        choice = choose("linear_apply", options.implementation)
     else:
         exp = why_not_exp(device, dtype, D, V, capability=capability)
-        choice = choose("cross entropy", options.backend, exp=exp, row=why_not_row(device, dtype, V))
+        choice = choose("cross entropy", options.implementation, exp=exp, row=why_not_row(device, dtype, V))
     gradient = choose_gradient(options.gradient, reduction, weight_frozen)
     ends_early = choice[0] == "exp" and skips_ignored(device, capability)
     kept = ends_early and options.skip is not None and not weight_frozen
@@ -286,7 +287,7 @@ def plan_divergence(
     )  # fmt: skip
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
-    choice = choose("divergence", options.backend, row=why_not_row(device, dtype, V, topk=topk is not None))
+    choice = choose("divergence", options.implementation, row=why_not_row(device, dtype, V, topk=topk is not None))
     return plan_of(Work(
         (N, D, V), dtype, weight_dtype or dtype, device, options.workspace_mib, options.accumulate, *choice,
         weight_frozen, choose_gradient(options.gradient, reduction),
@@ -320,8 +321,8 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -
     """Return the same for token statistics."""
     tiles = -(-head.ranks.most_rows // TILE_COLUMNS)
     # of a row whose sums are computed: numbers of each tile, the logits of tiles of the highest, and what sorts these
-    sums = 0 if any(wanted) else 40 * tiles + 1072 * min(args.topk, tiles)
-    return plan_of(_work(head, args, n, wanted, token_bytes=120 + 160 * args.target.shape[1], sum_row_bytes=sums))
+    sums = 0 if any(wanted) else 24 * tiles + (12 * tiles + 1072 * min(args.topk, tiles)) * (args.topk > 0)
+    return plan_of(_work(head, args, n, wanted, token_bytes=136 + 160 * args.target.shape[1], sum_row_bytes=sums))
 
 
 def plan_both_sides(
@@ -332,8 +333,7 @@ def plan_both_sides(
     teacher = 0, 0 if ids is None else ids.shape[1], head.dtype
     if weight is not None:
         teacher = weight.shape[1], len(weight) if head.ranks.alone else head.ranks.most_rows + 1, args.teacher_dtype
-    gradient = "forward" if stored else "recompute"
-    work = _work(head, args, n, wanted, gradient=gradient, teacher=teacher, values_only=not any(wanted))
+    work = _work(head, args, n, wanted, gradient="forward" if stored else "recompute", teacher=teacher)
     return plan_of(work), plan_of(work, of_teacher=True)
 
 
@@ -341,12 +341,12 @@ def _work(head: Head, args: Any, n: int, wanted: Wanted, **more: Any) -> Work:
     """Return what a pass over n tokens is, on every rank alike: by the largest shard, a column for others' classes."""
     ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
     choice, copied = choose_backend(head, args), n != head.tokens or input_is_copied(head.input, head.dtype)
-    skips = skips_tokens(head, choice[0])
+    skips, kept = skips_tokens(head, choice[0]), head.remembered is not None
     size = ranks.slots if ranks.spread else n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")
     return Work(
         size, head.dtype, weight.dtype, head.input.device, head.workspace_mib, head.accumulate, *choice,
-        not any(wanted[1:]), sharded=sharded, groups=ranks.groups, kept=head.remembered is not None,
-        copied=sharded or copied or skips or head.remembered is not None, skips=skips, **more,
+        not any(wanted[1:]), values_only=not any(wanted), sharded=sharded, groups=ranks.groups, skips=skips, kept=kept,
+        copied=sharded or copied or skips or kept, **more,
     )  # fmt: skip
 
 
@@ -548,12 +548,13 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
         room = max(room, BLOCK * (of_block + 2 * min(V, BLOCK)) * (not sharded))
     rows, least = whole(longest), min(V, BLOCK // 4)
     fitting = [min(BLOCK, room // max(of_block + 2 * classes, sums)) for classes in (min(V, BLOCK), least)]
+    fitting = [room // sums] if (alone := work.values_only and not (sharded or kept)) else fitting
     block_rows = min(map(whole, fitting), key=in_float32)
     short = rows < min(N, FEWEST_ROWS // part) or in_float32(rows) > in_float32(block_rows)
     if work.gradient == "recompute" or (short and not kept):
         widest = (room // block_rows - of_block) // 2 // TILE_COLUMNS * TILE_COLUMNS
         columns = chunk_of(V, max(least, widest), WAVE // block_rows)
-        in_block = max(of_block + 2 * padded(columns), sums)
+        in_block = sums if alone else max(of_block + 2 * padded(columns), sums)
         return {
             "chunk_rows": block_rows, "scratch_bytes": fixed + block_rows * in_block, "columns": columns,
             "product_rows": block_rows, "schedule": "blocks",
@@ -570,7 +571,7 @@ def _cut_kept(work: Work) -> dict[str, Any]:
     A user's own limit is kept, and where it is too low no tile is skipped. The chunks are those of all gradients in
     forward also where backward computes some: both passes choose alike, since backward reads what forward saved.
     """
-    (N, D, V), of_chunks = work.size, work._replace(gradient="forward", weight_frozen=False)
+    (N, D, V), of_chunks = work.size, work._replace(gradient="forward", weight_frozen=False, values_only=False)
     scratch = _cut_exponentials(of_chunks._replace(kept=False))["scratch_bytes"]
     limits = [scratch, scratch + work.weight_dtype.itemsize * V * D] if work.workspace_mib is None else [work.budget()]
     for limit in limits:

@@ -57,6 +57,7 @@ class Exponentials:
         self.weight_VD = aligned_rows(head.weight_VD, head.dtype)
         self.width = len(self.weight_VD)
         self.transform = LogitTransform(head.bias_V, head.scale, head.softcap)
+        self.hopper = all(part is None for part in self.transform) and hopper.runs_on(head.input.device)
         self.tiles = gemm.tiles_across(self.width)
 
     def new(self, *shape: int) -> Tensor:
@@ -158,10 +159,10 @@ class CrossEntropy(Exponentials):
     planes = 1  # of numbers that a tile of E leaves of each row: see `ExpRows`
     searches: tuple[bool, ...] = (True, False)  # of rows that left the safe range: see `shifted_exp_logits`
     listed: Listed | None = None  # tiles of E that are computed, where others need not be
+    epilogue: Any = exp_tile
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         super().__init__(head, plan, loss.rows)
-        self.hopper = all(part is None for part in self.transform) and hopper.runs_on(head.input.device)
         self.y_n, own_n, spread = loss.y, loss.own_n, None
         if loss.label_smoothing:
             self.smoothing, a, new = Smoothing(head, loss, self.weight_VD), loss.label_smoothing, head.input.new_full
@@ -251,7 +252,7 @@ class CrossEntropy(Exponentials):
         if self.hopper:
             hopper.exp_logits_hopper(chunk.x_CD, w_BD, e_CB, rows, used=used, listed=self.listed)
         else:
-            gemm_tiles(exp_tile, chunk.x_CD, w_BD, e_CB, rows, transform, used=used)
+            gemm_tiles(self.epilogue, chunk.x_CD, w_BD, e_CB, rows, transform, used=used)
 
     def finish(self, chunk: Chunk, factor_C: Tensor | None = None, scaled_CD: Tensor | None = None) -> None:
         """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""

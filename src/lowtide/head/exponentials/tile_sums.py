@@ -9,36 +9,44 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Gradients, Head
-from lowtide.head.exponentials.losses import Chunk, Exponentials
-from lowtide.head.kernels import stats
+from lowtide.head.exponentials.losses import Chunk, CrossEntropy, Exponentials
+from lowtide.head.kernels import hopper, stats
+from lowtide.head.kernels.exp_logits import ExpRows
+from lowtide.head.kernels.exp_rows import RowTerms
 from lowtide.head.kernels.gemm import gemm_tiles
-from lowtide.head.plan import HeadPlan
+from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import Upstream, entries_of, sum_of_equal
 
 
-class TileStatistics(Exponentials):
-    """Statistics of each row's logits, in either direction.
+class TileStatistics(CrossEntropy):
+    """Statistics of each row's logits, in either direction: the sums of a loss, and those of all classes.
 
-    ``y_nK`` are int64 classes of the whole vocabulary, all valid.
+    ``y_nK`` are int64 classes of the whole vocabulary, all valid; ``first_n`` is the first column of them, int32 and -1
+    where ignored, or None: no loss is computed, to which it is equal to the bit. Across ranks none is.
     """
 
-    def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows) -> None:
-        super().__init__(head, plan, tokens)
-        self.y_nK, self.first_class = y_nK, head.ranks.first
+    epilogue = stats.tile_stats
+    terms = RowTerms()
 
-    def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
+    def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows, first_n: Tensor | None = None) -> None:
+        Exponentials.__init__(self, head, plan, tokens)
+        self.y_nK, self.first_class, self.has_loss = y_nK, head.ranks.first, first_n is not None
+        self.y_n = y_nK.new_full((len(y_nK),), -1, dtype=torch.int32) if first_n is None else first_n
+
+    def find(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
         """Return each row's "lse", "argmax", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
         Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
         are 0.
         """
-        self.topk, self.want = topk, [name for name in stats.WANTED if name in want]
+        self.topk, self.want, n = topk, [name for name in stats.WANTED if name in want], len(self.y_nK)
         rows = min(self.plan.chunk_rows, self.plan.rows)
-        self.sums = stats.Sums.of(self.new(3 + len(self.want), rows, self.tiles), self.want)
-        self.y_nK = self.y_nK.contiguous()
-        found = self.room_of_numbers(len(self.y_nK))
-        self.find(rows, found)
+        self.sums, *planes = self.new(4 + len(self.want), rows, self.tiles)
+        self.planes_of_tiles = stats.planes_of(planes, self.want)
+        self.y_nK, self.of_loss = self.y_nK.contiguous(), self.new(4, padded(n))[:, :n]
+        found = self.room_of_numbers(n)
+        self.find_all(rows, found)
         return found
 
     def room_of_numbers(self, n: int) -> dict[str, Tensor]:
@@ -52,7 +60,7 @@ class TileStatistics(Exponentials):
             found["topk_ids"] = self.y_nK.new_zeros(n, self.topk)
         return found
 
-    def find(self, rows: int, found: dict[str, Tensor]) -> None:
+    def find_all(self, rows: int, found: dict[str, Tensor]) -> None:
         """Write all rows' statistics, so many rows at a time."""
         for chunk in self.chunks(rows):
             self.find_here(chunk, {name: x[chunk.part] for name, x in found.items()})
@@ -60,20 +68,30 @@ class TileStatistics(Exponentials):
 
     def find_here(self, chunk: Chunk, found: dict[str, Tensor]) -> None:
         """Write some rows' statistics, of the classes here."""
-        operands, transform, used = (chunk.x_CD, self.weight_VD), self.transform, self.used(chunk.part)
-        gemm_tiles(stats.tile_stats, *operands, None, self.sums, transform, used=used)
-        numbers = stats.RowStats(**{name: x for name, x in found.items() if name in stats.RowStats._fields})
+        C, operands, transform = len(chunk.x_CD), (chunk.x_CD, self.weight_VD), self.transform
+        self.make_numbers(chunk, self.of_loss)
+        planes, sums = {name: x[:C] for name, x in self.planes_of_tiles.items()}, None
+        if self.has_loss:
+            self.write_target_logits(chunk)
+            chunk.sums = sums = self.sums[:C]
+        reference = chunk.rows.target_logit
+        chunk.entries = ExpRows(reference, chunk.y_C, None, 0, sums, self.tiles, **planes)
+        self.write_exponentials(chunk, self.weight_VD, None, chunk.entries, transform)
+        if self.has_loss:
+            self.finish(chunk)
         stats.merge_stats(
-            self.sums, numbers, self.y_nK[chunk.part], *operands, transform=transform,
-            first_class=self.first_class, vocab=self.head.ranks.vocab, used=used,
+            chunk.entries, stats.RowStats(**{name: x for name, x in found.items() if name in stats.RowStats._fields}),
+            self.y_nK[chunk.part], *operands, transform=transform, first_class=self.first_class,
+            vocab=self.head.ranks.vocab, used=self.used(chunk.part),
+            first=(chunk.y_C, chunk.rows.loss) if self.has_loss else (None, None),
         )  # fmt: skip
         if self.topk:
             k = min(self.topk, self.width)
-            values, ids = stats.highest_logits(*operands, self.sums, k, transform)
+            values, ids = stats.highest_logits(*operands, planes["top"], k, transform)
             found["topk_values"][:, :k], found["topk_ids"][:, :k] = values, ids.add_(self.first_class)
 
-    def gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
-        """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""
+    def add_gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
+        """Add the gradients, from what `find` returned and upstream ones, that of "logprob" 0 where ignored."""
         self.gradient = gradient_of(self.head, self.y_nK, known, g)
         self.recompute(into)
 
@@ -87,7 +105,10 @@ class TileStatistics(Exponentials):
     def fill(self, chunk: Chunk, w_BD: Tensor, e_CB: Tensor, block: slice) -> None:
         """See `Exponentials.fill`."""
         transform, used = self.transform.of_classes(block), self.used(chunk.part)
-        gemm_tiles(stats.gradient_tile, chunk.x_CD, w_BD, e_CB, chunk.entries, transform, used=used)
+        if self.hopper:
+            hopper.gradient_hopper(chunk.x_CD, w_BD, e_CB, chunk.entries, used)
+        else:
+            gemm_tiles(stats.gradient_tile, chunk.x_CD, w_BD, e_CB, chunk.entries, transform, used=used)
         stats.put_entries(e_CB, chunk.entries, self.first_class + block.start, used)
 
 

@@ -37,6 +37,14 @@ class ExpRows(NamedTuple):
     sum_stride: int = 0  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
     squares: Tensor | None = None  # as sums, of the squares of E as it is stored
     masses: Tensor | None = None  # and of its entries, where a cap makes them others than exp(z - reference)
+    # Of statistics, as sums: the tile's highest logit, its class (int32), and over the tile's other classes the sums of
+    # e = exp(z - top), of e (z - top) and of e^2; over all of them that of z. None: not wanted.
+    top: Tensor | None = None
+    top_id: Tensor | None = None
+    rest: Tensor | None = None
+    heat: Tensor | None = None
+    top_squares: Tensor | None = None
+    total: Tensor | None = None
 
 
 class Listed(NamedTuple):
@@ -86,7 +94,7 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
     for i in tl.static_range(2):
         v = i * WIDTH + tl.arange(0, WIDTH)  # within the tile, as y and bound are
         logits = finish_logits(pieces[i], column + v, V, transform)
-        e = tl.exp2(logits * LOG2E - reference[:, None])
+        e = tl.exp2(tl.fma(logits, LOG2E, -reference[:, None]))
         is_target = v[None, :] == y[:, None]
         stored = tl.where(is_target, coefficient[:, None], times_slope(e, logits, transform))
         e = tl.where(is_target, 0.0, e)

@@ -40,6 +40,7 @@ from lowtide.kernel_launch import Launcher, power_of_2
 MOST = tl.constexpr(2.0**62)  # a sum above it, and its square or its row's s would leave float32's range
 LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, would leave float32's range
 TO_BLAME = tl.constexpr(2.0**8)
+SUMMED = tl.constexpr(2048)  # tiles at a time; where a block of D were as long, the compiler may sum them in its order
 
 
 class RowTerms(NamedTuple):
@@ -129,12 +130,12 @@ def _zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's sum from what its tiles left."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for p in range(0, P, BLOCK):
-        at = p + tl.arange(0, BLOCK)
+@triton.jit
+def _sum_of_tiles(sum_ptr, P):  # type: ignore[no-untyped-def]
+    """A row's sum from what its tiles left, in one order wherever it is called: see `SUMMED`."""
+    sums = tl.zeros((SUMMED,), tl.float32)
+    for p in range(0, P, SUMMED):
+        at = p + tl.arange(0, SUMMED)
         sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
     return tl.sum(sums, 0)
 
@@ -196,7 +197,7 @@ def sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BLO
     e_ptr, e_stride, V = e
     i, alive = _row(rows, C, SHIFTED)
     if alive:
-        r = _sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
+        r = _sum_of_tiles(sum_ptr + i * sum_stride, P)
         t = tl.load(rows.target_logit + i)
         if SHIFTED:
             tl.store(sent_ptr + i, (tl.load(rows.highest + i) - _finite(t)) + tl.log(r))
@@ -248,7 +249,7 @@ def finish_rows(  # type: ignore[no-untyped-def]
                 others += tl.log(tl.sum(tl.exp(of_each - others), 0))
             r = tl.exp(others + (_finite(t) - reference))
         else:
-            r = _sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
+            r = _sum_of_tiles(sum_ptr + i * sum_stride, parts)
         if SHIFTED:
             e_y = tl.exp(t - reference)
             more = tl.log(r + e_y)

@@ -67,7 +67,8 @@ LEAVE = gl.constexpr(2)  # the step at which a consumer asks whether its last st
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 # of the exponentials
-LOG2E = gl.constexpr(1.4426950408889634)
+LOG2E, LN2 = gl.constexpr(1.4426950408889634), gl.constexpr(0.6931471805599453)
+NO_LOGIT = gl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 STORED = gl.constexpr(128)  # columns stored at a time: two pieces share a buffer
 DEPTH = gl.constexpr(64)
 GROUP = gl.constexpr(16)  # row tiles that share a part of W in cache
@@ -253,6 +254,61 @@ def _produce(  # type: ignore[no-untyped-def]
             step += 1
 
 
+@gluon.jit
+def _store(e, buffer, e_d, row, column):  # type: ignore[no-untyped-def]
+    """Round a half of a consumer's tile and begin to store it."""
+    rounded = e.to(gl.bfloat16)
+    tma.store_wait(0)  # the thread that stored the last half knows that the buffer has been read,
+    barrier()  # and tells the others
+    buffer.store(rounded)
+    fence_async_shared()
+    barrier()
+    store_tile(e_d, [row, column], buffer)
+
+
+@gluon.jit
+def _half_sums(z, at, top, top_id, rows_of):  # type: ignore[no-untyped-def]
+    """Do what `stats._half_sums` does, to the bit."""
+    below = gl.fma(z, LOG2E, -(top * LOG2E)[:, None])
+    e = gl.where(at[None, :] == top_id[:, None], 0.0, gl.exp2(below))
+    rest = gl.sum(e, 1)
+    heat, squares = rest, rest
+    if rows_of.heat is not None:
+        heat = gl.sum(e * below, 1) * LN2
+    if rows_of.top_squares is not None:
+        squares = gl.sum(e * e, 1)
+    return rest, heat, squares
+
+
+@gluon.jit
+def _put_stats(left, right, rows_of, rows, p, C, V):  # type: ignore[no-untyped-def]
+    """Write what `stats.tile_stats` does, of plain logits."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    right = gl.convert_layout(right, layout, assert_trivial=True)
+    at = p * COLUMNS + gl.arange(0, STORED, gl.SliceLayout(0, layout))
+    place, inside = rows.to(gl.int64) * rows_of.sum_stride + p, rows < C
+    if rows_of.total is not None:
+        gl.store(rows_of.total + place, gl.sum(left, 1) + gl.sum(right, 1), mask=inside)
+    if (p + 1) * COLUMNS > V:
+        left = gl.where((at < V)[None, :], left, NO_LOGIT)
+        right = gl.where((at + STORED < V)[None, :], right, NO_LOGIT)
+    top = gl.maximum(gl.max(left, 1), gl.max(right, 1))
+    top_id = gl.minimum(
+        gl.min(gl.where(left == top[:, None], at[None, :], V), 1),
+        gl.min(gl.where(right == top[:, None], at[None, :] + STORED, V), 1),
+    )
+    rest, heat, squares = _half_sums(left, at, top, top_id, rows_of)
+    more_rest, more_heat, more_squares = _half_sums(right, at + STORED, top, top_id, rows_of)
+    gl.store(rows_of.top + place, top, mask=inside)
+    gl.store(rows_of.top_id + place, top_id, mask=inside)
+    gl.store(rows_of.rest + place, rest + more_rest, mask=inside)
+    if rows_of.heat is not None:
+        gl.store(rows_of.heat + place, heat + more_heat, mask=inside)
+    if rows_of.top_squares is not None:
+        gl.store(rows_of.top_squares + place, squares + more_squares, mask=inside)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr, _x_d, _w_d, e_d, e_s, stages, rows_of, listed, C, V, D, BOUND: gl.constexpr,
@@ -292,7 +348,7 @@ def _consume(  # type: ignore[no-untyped-def]
         for i in gl.static_range(2):
             at = i * STORED + gl.arange(0, STORED, gl.SliceLayout(0, layout))
             piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
-            e = gl.exp2(piece * LOG2E - reference[:, None])
+            e = gl.exp2(gl.fma(piece, LOG2E, -reference[:, None]))
             if is_special:
                 e = gl.where(at[None, :] == y[:, None], 0.0, e)
                 if BOUND:
@@ -306,24 +362,56 @@ def _consume(  # type: ignore[no-untyped-def]
                     if is_special:  # loaded only here, as there are no registers to hold it for long
                         coefficient = gl.load(rows_of.coefficient + rows, mask=rows < C, other=0.0)
                         e = gl.where(at[None, :] == y[:, None], coefficient[:, None], e)
-                rounded = e.to(gl.bfloat16)
-                tma.store_wait(0)  # the thread that stored the last piece knows that the buffer has been read,
-                barrier()  # and tells the others
-                buffer.store(rounded)
-                fence_async_shared()
-                barrier()
-                store_tile(e_d, [row, column + i * STORED], buffer)
+                _store(e, buffer, e_d, row, column + i * STORED)
         if rows_of.sums is not None:
             gl.store(rows_of.sums + rows.to(gl.int64) * rows_of.sum_stride + p, total, mask=rows < C)
         if rows_of.squares is not None:
             gl.store(rows_of.squares + rows.to(gl.int64) * rows_of.sum_stride + p, squared, mask=rows < C)
+        if rows_of.top is not None:
+            _put_stats(pieces[0], pieces[1], rows_of, rows, p, C, V)
     tma.store_wait(0)  # shared memory goes when the program ends
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _consume_gradient(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, _x_d, _w_d, g_d, g_s, stages, of_row, listed, C, V, D, _bound: gl.constexpr,
+    _store_too: gl.constexpr,
+):  # fmt: skip
+    """Multiply, and write what `stats.gradient_tile` does, of plain logits."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), _number_of_tiles(listed, C, V), gl.num_programs(0)):
+        row_tile, p = _tile_at(tile, listed, C, V)
+        row = row_tile * (2 * ROWS) + HALF * ROWS
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        alive = gl.load(of_row.s + rows, mask=rows < C, other=0.0) != 0.0
+        lse = gl.load(of_row.lse + rows, mask=rows < C, other=0.0) * LOG2E
+        slope = gl.load(of_row.slope + rows, mask=rows < C, other=0.0)
+        if of_row.heat is not None:
+            heat = gl.load(of_row.heat + rows, mask=rows < C, other=0.0) * LN2
+        if of_row.even is not None:
+            even = gl.load(of_row.even + rows, mask=rows < C, other=0.0)
+        z, step = multiply(step, gl.cdiv(D, DEPTH), stages, None, HALF, "b", False)
+        pieces = z.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
+        for i in gl.static_range(2):
+            below = gl.fma(gl.convert_layout(pieces[i], layout, assert_trivial=True), LOG2E, -lse[:, None])
+            gradient = gl.exp2(below)
+            if of_row.heat is not None:
+                gradient *= slope[:, None] - heat[:, None] * below
+            else:
+                gradient *= slope[:, None]
+            if of_row.even is not None:
+                gradient += even[:, None]
+            gradient = gl.where(alive[:, None], gradient, 0.0)
+            _store(gradient, g_s.index(HALF), g_d, row, p * COLUMNS + i * STORED)
+    tma.store_wait(0)
 
 
 @Launcher
 @gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
-def _exp_logits_hopper(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, rows, listed, count, first, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
+def _tiles_hopper(  # type: ignore[no-untyped-def]
+    x_d, w_d, e_d, rows, listed, count, first, C, V, D, consume: gl.constexpr, BOUND: gl.constexpr,
+    STORE: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
     stages = new_stages(x_d, w_d, STAGES)
@@ -331,7 +419,7 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
     used = counted(count, first, C)
     if count is not None:  # in whole tiles, as `gemm.rows_in_tiles`
         used = gl.minimum(gl.cdiv(used, 2 * ROWS) * (2 * ROWS), C)
-    run_parts(_produce, _consume, (x_d, w_d, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE))
+    run_parts(_produce, consume, (x_d, w_d, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE))
 
 
 @cache
@@ -344,14 +432,27 @@ def runs_on(device: torch.device) -> bool:
 def exp_logits_hopper(
     x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, used: Used = ALL, listed: Listed | None = None
 ) -> None:
-    """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of bfloat16 rows at multiples of 16 bytes; none empty.
+    """Do what `exp_logits.exp_tile` and `stats.tile_stats` do, in tiles COLUMNS wide, of plain bfloat16 logits.
 
-    If it `runs_on` the device. Tiles that are not ``listed`` are left as they are.
+    Rows at multiples of 16 bytes, none empty. If it `runs_on` the device. Tiles that are not ``listed`` are left as
+    they are.
     """
+    _launch(_consume, x_CD, w_VD, e_CV, rows, used, listed, bound=rows.coefficient is not None)
+
+
+def gradient_hopper(x_CD: Tensor, w_VD: Tensor, g_CV: Tensor, of_row: tuple[Any, ...], used: Used) -> None:
+    """Do the same for `stats.gradient_tile`, with a `stats.Gradient`."""
+    _launch(_consume_gradient, x_CD, w_VD, g_CV, of_row, used)
+
+
+def _launch(
+    consume: Any, x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, rows: tuple[Any, ...], used: Used,
+    listed: Listed | None = None, *, bound: bool = False,
+) -> None:  # fmt: skip
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = hopper_descriptor(x_CD, ROWS, DEPTH)
-    _exp_logits_hopper[(multiprocessors(x_CD.device),)](
+    _tiles_hopper[(multiprocessors(x_CD.device),)](
         x_d, hopper_descriptor(w_VD, COLUMNS, DEPTH),
-        x_d if e_CV is None else hopper_descriptor(e_CV, ROWS, STORED), rows, listed, *used, C, V, D,
-        BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
+        x_d if out_CV is None else hopper_descriptor(out_CV, ROWS, STORED), rows, listed, *used, C, V, D,
+        consume=consume, BOUND=bound or V % COLUMNS.value != 0, STORE=out_CV is not None, num_warps=4,
     )  # fmt: skip

@@ -5,7 +5,7 @@ logit in it, so that nothing overflows, and leaves that logit's own exponential,
 sure, what is left keeps its digits. Classes count among those of all ranks.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.head.kernels import gemm
 from lowtide.head.kernels.elementwise import log1p
+from lowtide.head.kernels.exp_logits import ExpRows, exp_tile
 from lowtide.head.kernels.exp_rows import block_of, dot
 from lowtide.head.kernels.gemm import (
     ALL,
@@ -35,27 +36,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
 NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 ROWS, SHARES = tl.constexpr(128), tl.constexpr(8)  # pairs of one tile at a time; programs that share those of a tile
-WANTED = ("entropy", "sum_sq_prob", "mean_logit")  # statistics that need sums of their own
-
-
-class Sums(NamedTuple):
-    """A row's sums over the tiles of its classes [C, P], float32."""
-
-    top: Tensor  # the highest logit
-    id: Tensor  # int32: its class
-    rest: Tensor  # over the tile's other classes, of exp(z - top),
-    heat: Tensor | None  # and of exp(z - top) (z - top); None: no entropy is wanted
-    squares: Tensor | None  # of exp(z - top)^2; None: no sum of squared probabilities is
-    total: Tensor | None  # of all z; None: no mean is
-    P: int
-    row: int  # stride
-
-    @classmethod
-    def of(cls, planes_FCP: Tensor, want: Collection[str]) -> "Sums":
-        """Return them in this memory, of as many planes as what is wanted beyond the others needs."""
-        top, top_id, rest, *others = planes_FCP
-        heat, squares, total = (others.pop(0) if name in want else None for name in WANTED)
-        return cls(top, top_id.view(torch.int32), rest, heat, squares, total, planes_FCP.shape[2], planes_FCP.stride(1))
+PLANES = ("top", "top_id", "rest")  # of `ExpRows`, that all statistics need,
+WANTED = {"entropy": "heat", "sum_sq_prob": "top_squares", "mean_logit": "total"}  # and some
 
 
 class Gradient(NamedTuple):
@@ -88,6 +70,12 @@ def _exponential(z, reference, transform):  # type: ignore[no-untyped-def]
     return tl.exp2(below), below
 
 
+def planes_of(sums_FCP: Sequence[Tensor], want: Iterable[str]) -> dict[str, Tensor]:
+    """Return the planes of `ExpRows` that statistics need, in this memory: 3 and as many as are wanted, [C, P]."""
+    planes = dict(zip((*PLANES, *(WANTED[name] for name in want)), sums_FCP, strict=True))
+    return planes | {"top_id": planes["top_id"].view(torch.int32)}
+
+
 @triton.jit
 def _half_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-untyped-def]
     """Sums over half of a tile's logits but its highest one: of e = exp(z - top), of e (z - top) and of e^2."""
@@ -97,17 +85,19 @@ def _half_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-un
     heat, squares = rest, rest
     if sums.heat is not None:
         heat = tl.sum(e * below, 1) * LN2
-    if sums.squares is not None:
+    if sums.top_squares is not None:
         squares = tl.sum(e * e, 1)
     return rest, heat, squares
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a tile's `Sums`, an epilogue of `gemm.gemm_tiles`.
+def tile_stats(z, row, p, C, V, out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a tile's statistics, an epilogue of `gemm.gemm_tiles` with `ExpRows`, and what `exp_tile` does if wanted.
 
     Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
     """
+    if sums.sums is not None:
+        exp_tile(z, row, p, C, V, out_d, sums, transform, BOUND, CONFIG)
     HALF: tl.constexpr = CONFIG.columns // 2
     left, right = halves(z, CONFIG)
     at_left = p * CONFIG.columns + tl.arange(0, HALF)
@@ -127,15 +117,15 @@ def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CO
     rest, heat, squares = _half_sums(left, at_left, reference, top_id, sums, transform)
     more_rest, more_heat, more_squares = _half_sums(right, at_right, reference, top_id, sums, transform)
     rows = row + tl.arange(0, CONFIG.rows)
-    at = rows.to(tl.int64) * sums.row + p
+    at = rows.to(tl.int64) * sums.sum_stride + p
     inside = rows < C
     tl.store(sums.top + at, top, mask=inside)
-    tl.store(sums.id + at, top_id, mask=inside)
+    tl.store(sums.top_id + at, top_id, mask=inside)
     tl.store(sums.rest + at, rest + more_rest, mask=inside)
     if sums.heat is not None:
         tl.store(sums.heat + at, heat + more_heat, mask=inside)
-    if sums.squares is not None:
-        tl.store(sums.squares + at, squares + more_squares, mask=inside)
+    if sums.top_squares is not None:
+        tl.store(sums.top_squares + at, squares + more_squares, mask=inside)
     if sums.total is not None:
         tl.store(sums.total + at, total, mask=inside)
 
@@ -188,18 +178,20 @@ class RowStats(NamedTuple):
 @Launcher
 @triton.jit(do_not_specialize=["C", "first_class"])  # type: ignore[untyped-decorator]
 def _merge_stats(  # type: ignore[no-untyped-def]
-    tiles, out, y_ptr, x, w, used, transform, first_class, C, V, K, vocab, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    tiles, out, y_ptr, first, x, w, used, transform, first_class, C, V, K, vocab, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `merge_stats`: sums about the highest logit of all tiles."""
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
+    first_ptr, loss_ptr = first
     i = tl.program_id(0).to(tl.int64)
     if i >= counted_rows(used, C):
         return
     p = tl.arange(0, WIDTH)
-    inside = p < tiles.P
-    at = i * tiles.row + p
-    ids = tl.load(tiles.id + at, mask=inside, other=V)
+    inside = p < tiles.sum_stride
+    at = i * tiles.sum_stride + p
+    ids = tl.load(tiles.top_id + at, mask=inside, other=V)
     tops = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
     top = tl.max(tops, 0)
     top_id = tl.min(tl.where(tops == top, ids, V), 0)
@@ -213,15 +205,20 @@ def _merge_stats(  # type: ignore[no-untyped-def]
     spread = log1p(rest)
     tl.store(out.lse + i, tl.where(tl.abs(top) == float("inf"), top, top + spread))
     tl.store(out.argmax + i, first_class + tl.minimum(top_id, V - 1).to(tl.int64))
-    tl.store(out.top_logprob + i, -spread)
+    y_first = tl.full((), -1, tl.int64)
+    of_first = 0.0
+    if loss_ptr is not None:
+        y_first = tl.load(first_ptr + i).to(tl.int64)
+        of_first -= tl.load(loss_ptr + i)
+    tl.store(out.top_logprob + i, tl.where(y_first == top_id, of_first, -spread))
     if out.highest is not None:
         tl.store(out.highest + i, top)
     if tiles.heat is not None:
         terms = weight * (tl.load(tiles.heat + at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_tile)
         heat = tl.sum(tl.where(inside & (weight > 0.0), terms, 0.0), 0)
         tl.store(out.entropy + i, spread - heat / (1.0 + rest))
-    if tiles.squares is not None:
-        terms = weight * weight * (tl.load(tiles.squares + at, mask=inside, other=0.0) + own)
+    if tiles.top_squares is not None:
+        terms = weight * weight * (tl.load(tiles.top_squares + at, mask=inside, other=0.0) + own)
         squares = tl.sum(tl.where(inside, terms, 0.0), 0)
         tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
     if tiles.total is not None:
@@ -232,12 +229,13 @@ def _merge_stats(  # type: ignore[no-untyped-def]
         row = w_ptr + tl.where(here, y, 0) * w_stride
         t = finish_logits(dot(x_ptr + i * x_stride, row, D, BLOCK), tl.where(here, y, 0), V, transform)
         logprob = tl.where(y == top_id, -spread, (t - top) - spread)
+        logprob = tl.where(here & (y == y_first), of_first, logprob)
         tl.store(out.logprob + i * K + k, tl.where(here, logprob, float("-inf")))
 
 
 def merge_stats(
-    tiles: Sums, out: RowStats, y_CK: Tensor, x_CD: Tensor, w_VD: Tensor, *, transform: LogitTransform = PLAIN,
-    first_class: int = 0, vocab: int, used: Used = ALL,
+    tiles: ExpRows, out: RowStats, y_CK: Tensor, x_CD: Tensor, w_VD: Tensor, *, transform: LogitTransform = PLAIN,
+    first_class: int = 0, vocab: int, used: Used = ALL, first: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:  # fmt: skip
     """Turn sums over tiles into the numbers of each row.
 
@@ -245,15 +243,17 @@ def merge_stats(
 
         lse = M + log1p(R)        entropy = log1p(R) - H / (1 + R)        log p_y = t - lse
 
-    ``tiles`` have the sums that ``out``, contiguous, needs. Where the vocabulary is sharded, all are of this rank's
-    classes, ``first_class`` and on, only the mean is a part of that of all ``vocab``: `terms.statistics.merged` puts
-    every rank's together. ``y_CK`` are int64, contiguous and valid; a target of another rank has log-probability -inf.
+    ``tiles`` have the planes that ``out``, contiguous, needs. Of the ``first`` target, (int32 class or -1 where there
+    is none, loss), the log-probability is minus the loss, with its bits. Where the vocabulary is sharded, all are of
+    this rank's classes, ``first_class`` and on, only the mean is a part of that of all ``vocab``:
+    `terms.statistics.merged` puts every rank's together. ``y_CK`` are int64, contiguous and valid; a target of another
+    rank has log-probability -inf.
     Rows that are not `Used` are left as they are.
     """
     C, K = y_CK.shape
     _merge_stats[(C,)](
-        tiles, out, y_CK, matrix(x_CD), matrix(w_VD), used, transform, first_class, C, len(w_VD), K, vocab,
-        BLOCK=block_of(x_CD.shape[1]), WIDTH=power_of_2(tiles.P), num_warps=4,
+        tiles, out, y_CK, first, matrix(x_CD), matrix(w_VD), used, transform, first_class, C, len(w_VD), K, vocab,
+        BLOCK=block_of(x_CD.shape[1]), WIDTH=power_of_2(tiles.sum_stride), num_warps=4,
     )  # fmt: skip
 
 
@@ -296,16 +296,16 @@ def _pair_logits(x, w, order_ptr, begin_ptr, out_ptr, transform, V, D, T, COLUMN
 
 
 def highest_logits(
-    x_CD: Tensor, w_VD: Tensor, tiles: Sums, k: int, transform: LogitTransform = PLAIN
+    x_CD: Tensor, w_VD: Tensor, top_CP: Tensor, k: int, transform: LogitTransform = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Return each row's k highest logits [C, k] in descending order, float32, and their rows of ``w_VD``, int64.
 
     The T = min(k, P) tiles with the highest maxima contain all k. Their logits are recomputed: pairs of row and tile
     in the order of the tiles, so that rows share a tile of the weight.
     """
-    (C, V), P, columns = (len(x_CD), len(w_VD)), tiles.P, gemm.CONFIG.columns
+    (C, V), P, columns = (len(x_CD), len(w_VD)), top_CP.shape[1], gemm.CONFIG.columns
     T = min(k, P)
-    tile_CT = tiles.top[:C].topk(T).indices
+    tile_CT = top_CP.topk(T).indices
     # in the order of the tiles, and within one in that of the rows: sorting is stable
     tile_of_pair, order = torch.sort(tile_CT.view(-1).int(), stable=True)
     begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, dtype=torch.int32, device=x_CD.device), out_int32=True)
