@@ -67,6 +67,7 @@ OF_ALL: list[Bad] = [
     ({"options": {"workspace_mib": 3}}, TypeError, "^options: expected lowtide.HeadOptions or None, got dict"),
     ({"options": HeadOptions(backend="exp")}, RuntimeError, "^backend: expected .*'torch'.*, got 'exp'"),
     ({"options": HeadOptions(backend="row")}, RuntimeError, "^backend: expected .*'torch'.*, got 'row'"),
+    ({"options": HeadOptions(batch_invariant=True)}, RuntimeError, "^options: expected batch_invariant=False"),
 ]
 OF_SCALED: list[Bad] = [  # all but the divergence
     ({"logit_scale": torch.rand(2)}, ValueError, r"^logit_scale: expected a number or a 0-d tensor, got shape \[2\]"),
@@ -116,6 +117,7 @@ OWN: dict[str, list[Bad]] = {
          "^input: expected at least two axes"),
         ({"options": HeadOptions(backend="exp")}, RuntimeError, "expected 'auto', 'row' or 'torch', got 'exp'"),
         ({"options": HeadOptions(backend="row")}, RuntimeError, "expected 'auto', 'exp' or 'torch', got 'row'"),
+        ({"options": HeadOptions(batch_invariant=True)}, RuntimeError, "expected batch_invariant=False"),
     ],
     "linear_token_stats": [
         ({"want": "entropy"}, TypeError, "^want: expected a sequence of names among 'logprob', .*got 'entropy'"),
@@ -179,6 +181,7 @@ OWN: dict[str, list[Bad]] = {
          "^teacher_topk: expected class indices of 0 or more, got -1"),
         ({"options": HeadOptions(backend="exp")}, RuntimeError, "expected 'auto', 'row' or 'torch', got 'exp'"),
         ({"options": HeadOptions(backend="row")}, RuntimeError, "expected 'auto' or 'torch', got 'row'.*NVIDIA"),
+        ({"options": HeadOptions(batch_invariant=True)}, RuntimeError, "expected batch_invariant=False"),
     ],
     "linear_apply": [
         ({"fn": lambda z, y: z[1:, 0]}, ValueError, r"^fn: expected results of shape \[\d+, ...\]"),
@@ -304,6 +307,11 @@ def test_a_bad_target_is_named_by_value_and_place() -> None:
         ({"gradient": "backward"}, ValueError, "gradient: expected one of 'auto', 'forward', 'recompute'"),
         *(({"skip": bad}, ValueError, "skip: expected a number above 0 and below 1") for bad in (0, 1, float("nan"))),
         ({"skip": "5e-3"}, TypeError, "skip: expected a relative error or None"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant: expected True or False, got 1"),
+        *(
+            ({"batch_invariant": True, **other}, ValueError, "batch_invariant: expected False with another backend")
+            for other in ({"skip": 5e-3}, {"backend": "row"})
+        ),
     ],
 )
 def test_options_are_checked_when_they_are_made(options: dict[str, Any], kind: type[Exception], text: str) -> None:

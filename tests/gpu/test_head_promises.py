@@ -100,6 +100,50 @@ def test_nothing_waits_bits_repeat_and_a_graph_can_be_kept(dtype: torch.dtype, c
                 assert all(g is first or torch.equal(g, first) for g in others), name
 
 
+@promise("bitwise")
+@EXPONENTIAL
+@pytest.mark.parametrize("form", [{}, {"softcap": 30.0, "logit_scale": 0.7}])
+@pytest.mark.parametrize(("D", "V", "spread"), [(256, 50257, 1.0), (1024, 128256, 1.0), (768, 1000, 30.0)])
+def test_a_token_has_the_same_bits_in_every_function_and_batch(
+    D: int, V: int, spread: float, form: dict[str, Any]
+) -> None:
+    """With and without gradients, a frozen weight too; some targets are the highest class, some far below it."""
+    N = 20000
+    x = torch.randn(N, D, device="cuda").bfloat16()
+    w, y = (2 * spread / D**0.5 * torch.randn(V, D, device="cuda")).bfloat16(), torch.randint(V, (N,), device="cuda")
+    y[::6] = -100
+    options = HeadOptions(batch_invariant=True)
+    given: dict[str, Any] = {"options": options, **form}
+    y[1::9] = linear_token_stats(x, w, want=["argmax"], **given).argmax[1::9]
+    want = ("logprob", "entropy", "lse")
+    one, alone = linear_logprobs(x, w, y, **given), linear_token_stats(x, w, want=["entropy"], **given).entropy
+    order = torch.randperm(N, device="cuda")
+    some = torch.cat((order[:3000], order[:1], order[-200:]))
+    parts = [some[:3000], some[3000:3001], some[3001:]]
+    small = {**given, "options": HeadOptions(batch_invariant=True, workspace_mib=64)}
+    for trained in range(3):  # leaves: the weight is frozen with one
+        leaves = [x.detach().requires_grad_(trained > 0), w.detach().requires_grad_(trained > 1)]
+        for kwargs in (given, small):
+            stats = linear_token_stats(*leaves, y, want=want, **kwargs)
+            found = {
+                "logprobs": linear_logprobs(*leaves, y, **kwargs),
+                "statistics": stats.logprob,
+                "of several": linear_logprobs(*leaves, torch.stack((y, y.flip(0)), 1), **kwargs)[:, 0],
+                "loss": 0 - linear_cross_entropy(*leaves, y, reduction="none", **kwargs),
+            }
+            wrong = {name: int((value != one).sum()) for name, value in found.items()}
+            assert not any(wrong.values()), (trained, wrong)
+            assert torch.equal(stats.entropy, alone)
+            for part in parts:
+                of_part = [leaves[0].detach()[part].requires_grad_(trained > 0), leaves[1]]
+                stats = linear_token_stats(*of_part, y[part], want=want, **kwargs)
+                assert torch.equal(linear_logprobs(*of_part, y[part], **kwargs), one[part])
+                assert torch.equal(stats.logprob, one[part])
+                assert torch.equal(stats.entropy, alone[part])
+        summed = linear_cross_entropy(leaves[0][7:8], leaves[1], y[7:8], reduction="sum", **given)
+        assert torch.equal(0 - summed, one[7])
+
+
 @promise("host")
 @EXPONENTIAL
 @pytest.mark.parametrize(

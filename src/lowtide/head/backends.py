@@ -22,12 +22,16 @@ _WHY = {  # the first implementation of each kind of work runs
 
 
 def choose(work: str, asked: str, **why_not: str | None) -> tuple[str, str]:
-    """Return the implementation that runs, "exp", "row" or "torch", and why; ``asked`` is `HeadOptions.backend`.
+    """Return the implementation that runs, "exp", "row" or "torch", and why.
 
-    ``why_not`` says why each implementation that exists for this work cannot run, or None, the fastest first; "torch"
-    can. An explicit one that cannot is an error.
+    ``asked`` is `HeadOptions.backend`, or "invariant": only "exp" is. ``why_not`` says why each implementation that
+    exists for this work cannot run, or None, the fastest first; "torch" can. An explicit one that cannot is an error.
     """
     reason, can = _WHY[work], ("auto", *why_not, "torch")
+    if asked == "invariant":
+        if against := why_not.get("exp", f"no kernel for {work} has this promise"):
+            raise UnsupportedError(message("options", "batch_invariant=False", "batch_invariant=True", f"{against}."))
+        return "exp", reason
     against = why_not.get(asked) if asked in can else f"its kernels are not for {work}"
     if against:
         *names, last = (repr(name) for name in can if name != asked)

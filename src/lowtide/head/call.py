@@ -151,9 +151,9 @@ def checked_call(
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *ranks.factors(scale))
-    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0
-    softcap = check_softcap("softcap", softcap)
-    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks, options.gradient)
+    asked = options.workspace_mib, options.accumulate, options.implementation, options.ignored_tokens
+    softcap, skip = check_softcap("softcap", softcap), options.skip or 0.0
+    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, skip, ranks, options.gradient)
 
 
 def check_head(

@@ -48,10 +48,14 @@ class HeadOptions:
             gradients' GEMMs then leave out tiles of the softmax that carry little, and put means in their place.
             Losses and log-probabilities stay exact. In bfloat16 on GPUs of compute capability 9.0; elsewhere an
             error. See `skip_report` and docs/skipping.md.
+        batch_invariant: Whether a token's loss, log-probabilities and entropy must have the same bits in any batch,
+            place, chunk and workspace. On the exponential path they do, at no cost, whatever this is; True makes a call
+            that would run otherwise (float32, a CPU, a divergence, a function) an error.
 
     Raises:
-        ArgumentValueError: A value that is none of these.
-        ArgumentTypeError: ``workspace_mib`` or ``skip`` is not a number.
+        ArgumentValueError: A value that is none of these, or ``batch_invariant`` with ``skip`` or another backend than
+            "exp".
+        ArgumentTypeError: ``workspace_mib`` or ``skip`` is not a number, or ``batch_invariant`` no bool.
     """
 
     workspace_mib: float | None = None
@@ -60,6 +64,7 @@ class HeadOptions:
     gradient: Gradient = "auto"
     ignored_tokens: IgnoredTokens = "auto"
     skip: float | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         numbers = (
@@ -77,6 +82,16 @@ class HeadOptions:
             allowed, got = get_args(kind), getattr(self, name)
             if got not in allowed:
                 raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))
+        if not isinstance(self.batch_invariant, bool):
+            raise ArgumentTypeError(message("batch_invariant", "True or False", repr(self.batch_invariant)))
+        if self.batch_invariant and (self.skip is not None or self.backend not in ("auto", "exp")):
+            got, hint = f"True with skip={self.skip}, backend={self.backend!r}", "Leave these two out."
+            raise ArgumentValueError(message("batch_invariant", "False with another backend or skip", got, hint))
+
+    @property
+    def implementation(self) -> str:
+        """Return what `backends.choose` is asked for."""
+        return "invariant" if self.batch_invariant else self.backend
 
 
 def check_options(options: HeadOptions | None) -> HeadOptions:
