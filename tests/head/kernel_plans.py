@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lowtide.head.apply as face
 from lowtide.head import divergence, token_stats
-from lowtide.head.call import Gradients, Head
-from lowtide.head.engine import Chunks, gradient_buffers
+from lowtide.head.call import Gradients, Head, gradient_buffers
+from lowtide.head.engine import Chunks
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy
 from lowtide.head.terms.divergence import Dense

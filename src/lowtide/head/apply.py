@@ -19,8 +19,8 @@ from torch.random import fork_rng
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, is_autocast_on, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import keep_stored, node, pytree, run_in_eager, saved_plainly, take_stored, undisturbed, watched
-from lowtide.head.call import Gradients, Head, Wanted, check_mask, checked_call
-from lowtide.head.engine import Chunks, Terms, gradient_buffers, narrow_view
+from lowtide.head.call import Gradients, Head, Wanted, check_mask, checked_call, gradient_buffers
+from lowtide.head.engine import Chunks, Terms, narrow_view
 from lowtide.head.nodes import scaled
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, choose_gradient, chunk_of, plan_head

@@ -5,7 +5,7 @@ N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unle
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.graph import node
 from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks import Alone, Ranks, ranks_of
-from lowtide.head.rows import positions
+from lowtide.head.rows import Rows, positions
+
+if TYPE_CHECKING:  # whose plans are of these records
+    from lowtide.head.plan import HeadPlan
 
 NAMES = ("input", "linear_weight", "linear_bias")
 REDUCTIONS = get_args(Reduction)
@@ -59,6 +62,15 @@ class Gradients:
             self.input_ND[rows].copy_(wide_CD)
         else:
             self.input_ND.index_copy_(0, rows, wide_CD.to(self.input_ND.dtype))
+
+
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
+    wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if add:
+        torch.addmm(out, a, b, **wider, out=out)
+    else:
+        torch.mm(a, b, **wider, out=out)
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -123,6 +135,26 @@ class Head(NamedTuple):
             bias_V=None if self.bias_V is None else self.bias_V.to(self.wide).contiguous(),
             scale=None if self.scale is None else scalar_on(self.input.device, self.scale, self.wide),
         )
+
+
+def gradient_buffers(
+    head: Head, rows: Rows, plan: "HeadPlan", wanted: tuple[bool, bool, bool], *, stored: bool = False
+) -> Gradients:
+    """Return memory for the needed gradients of input, weight and bias, uninitialised where chunks will fill it.
+
+    ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet.
+    """
+    x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
+    if wanted[0]:
+        some = rows.index is not None and not head.ranks.spread  # the other hidden states are in no chunk
+        new = x.new_zeros if some else x.new_empty
+        into.input_ND = new(head.tokens, D, dtype=stored_dtype(x.dtype) if stored else x.dtype)
+    if wanted[1]:
+        dtype = wide if plan.accumulate == "float32" else head.weight_VD.dtype
+        into.weight_VD = (x.new_empty if plan.chunks else x.new_zeros)(V, D, dtype=dtype)
+    if wanted[2]:
+        into.bias_V = x.new_zeros(V, dtype=wide)
+    return into
 
 
 def checked_call(

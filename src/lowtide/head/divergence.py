@@ -21,9 +21,10 @@ from lowtide.head.call import (
     check_reduction,
     check_softcap,
     checked_call,
+    gradient_buffers,
     scalar_on,
 )
-from lowtide.head.engine import Numbers, Terms, gradient_buffers, run, weight_lift
+from lowtide.head.engine import Numbers, Terms, run, weight_lift
 from lowtide.head.nodes import Function, Shape, head_flop, named_gradients
 from lowtide.head.options import HeadOptions, Reduction
 from lowtide.head.plan import choose_gradient, plan_both_sides

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Gradients, Head, stored_dtype
+from lowtide.head.call import Gradients, Head, matmul_into
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.rows import Rows, slices
 
@@ -239,26 +239,6 @@ def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor 
     return numbers, torch.cat(outsides) if outsides else None
 
 
-def gradient_buffers(
-    head: Head, rows: Rows, plan: HeadPlan, wanted: tuple[bool, bool, bool], *, stored: bool = False
-) -> Gradients:
-    """Return memory for the needed gradients of input, weight and bias, uninitialised where chunks will fill it.
-
-    ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet.
-    """
-    x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
-    if wanted[0]:
-        some = rows.index is not None and not head.ranks.spread  # the other hidden states are in no chunk
-        new = x.new_zeros if some else x.new_empty
-        into.input_ND = new(head.tokens, D, dtype=stored_dtype(x.dtype) if stored else x.dtype)
-    if wanted[1]:
-        dtype = wide if plan.accumulate == "float32" else head.weight_VD.dtype
-        into.weight_VD = (x.new_empty if plan.chunks else x.new_zeros)(V, D, dtype=dtype)
-    if wanted[2]:
-        into.bias_V = x.new_zeros(V, dtype=wide)
-    return into
-
-
 def weight_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
     """Return what fp16 hidden states times these factors are lifted by, so that they neither overflow nor underflow.
 
@@ -314,12 +294,3 @@ def multiplied_as_bf16() -> Iterator[None]:
             yield
         finally:
             settings.fp32_precision = before
-
-
-def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
-    """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
-    wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-    if add:
-        torch.addmm(out, a, b, **wider, out=out)
-    else:
-        torch.mm(a, b, **wider, out=out)

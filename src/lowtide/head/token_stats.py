@@ -22,8 +22,9 @@ from lowtide.head.call import (
     Wanted,
     check_target,
     checked_call,
+    gradient_buffers,
 )
-from lowtide.head.engine import gradient_buffers, run
+from lowtide.head.engine import run
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, choose_gradient, plan_token_stats, skips_tokens

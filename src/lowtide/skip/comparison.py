@@ -8,7 +8,7 @@ independent signs the mean square of the rows of ``dX R`` is k times that of dX,
 import torch
 from torch import Tensor
 
-from lowtide.head.engine import matmul_into
+from lowtide.head.call import matmul_into
 from lowtide.skip.kernels.ordered import COLUMNS
 
 SIGNS = 16

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Gradients, Head
-from lowtide.head.engine import matmul_into
+from lowtide.head.call import Gradients, Head, matmul_into
 from lowtide.head.exponentials.losses import Chunk, CrossEntropy
 from lowtide.head.kernels import exp_rows
 from lowtide.head.kernels.gradient_gemms_hopper import room_for

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Gradients, Head
-from lowtide.head.engine import matmul_into
+from lowtide.head.call import Gradients, Head, matmul_into
 from lowtide.head.kernels import exp_rows, gemm, gradient_gemms_hopper, hopper
 from lowtide.head.kernels.exp_logits import ExpRows, Listed, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_input_grad

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError, UnsupportedError, message
-from lowtide.head.call import CrossEntropyArgs, Gradients, Head, Wanted, scalar_on
-from lowtide.head.engine import Numbers, Terms, UpstreamOf, gradient_buffers, run, weight_lift
+from lowtide.head.call import CrossEntropyArgs, Gradients, Head, Wanted, gradient_buffers, scalar_on
+from lowtide.head.engine import Numbers, Terms, UpstreamOf, run, weight_lift
 from lowtide.head.nodes import Function, Shape, named_gradients
 from lowtide.head.plan import HeadPlan, plan_cross_entropy, skipping, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
