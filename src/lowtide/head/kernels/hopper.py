@@ -1,10 +1,11 @@
-"""GEMMs in Hopper's own instructions: what they share, and the one that writes exponentials, of plain logits.
+"""GEMMs in Hopper's own instructions: what they share, and those of plain logits, which write exponentials, statistics
+or their gradient.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
 
 Written in Gluon, since Triton itself does not split a Hopper program by role. One program a multiprocessor, persistent,
 of three parts: a producer warp issues the TMA loads; two consumer warpgroups multiply, each its own ROWS rows of a tile
-[2 * ROWS, COLUMNS], and turn their accumulators into E. The two share every stage of W, and while they finish a tile
+[2 * ROWS, COLUMNS], and finish their accumulators. The two share every stage of W, and while they finish a tile
 the producer already loads the next one's beginning.
 
 The barriers. A step is DEPTH hidden sizes of one tile. Each part counts the steps of the program's tiles in the same
