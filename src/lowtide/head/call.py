@@ -5,7 +5,7 @@ N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unle
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from lowtide.graph import node
 from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks import Alone, Ranks, ranks_of
 from lowtide.head.rows import Rows, positions
-
-if TYPE_CHECKING:  # whose plans are of these records
-    from lowtide.head.plan import HeadPlan
 
 NAMES = ("input", "linear_weight", "linear_bias")
 REDUCTIONS = get_args(Reduction)
@@ -138,11 +135,11 @@ class Head(NamedTuple):
 
 
 def gradient_buffers(
-    head: Head, rows: Rows, plan: "HeadPlan", wanted: tuple[bool, bool, bool], *, stored: bool = False
+    head: Head, rows: Rows, plan: Any, wanted: tuple[bool, bool, bool], *, stored: bool = False
 ) -> Gradients:
     """Return memory for the needed gradients of input, weight and bias, uninitialised where chunks will fill it.
 
-    ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet.
+    ``plan`` is a `HeadPlan`. ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet.
     """
     x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
     if wanted[0]:

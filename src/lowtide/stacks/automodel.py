@@ -42,12 +42,13 @@ class AutomodelLoss(LinearCrossEntropy):  # type: ignore[misc]
         Args:
             hidden_states: [B, T, D].
             labels: [B, T], shifted.
-            lm_weight: [V, D]; one that FSDP2 shards is gathered by Automodel's own function.
+            lm_weight: [V, D], cast to the hidden states' dtype; one that FSDP2 shards is gathered by Automodel's own
+                function.
             num_label_tokens: Divides the sum; None for 1.
             grad_reduce_group: The ranks whose gradients of ``lm_weight`` are averaged.
             loss_weights: Factors of the tokens [B, T].
         """
-        weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
+        weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group).to(hidden_states.dtype)
         loss = linear_cross_entropy(
             hidden_states,
             weight,

@@ -40,8 +40,10 @@ class TorchtitanLoss(ChunkedLossWrapper):  # type: ignore[misc]
         super().set_lm_head(lm_head)
         lm_head.forward = self._loss
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         head: Any = self.lm_head
+        if labels is None:  # logits, for other callers of the head
+            return nn.Linear.forward(head, hidden)
         rows = head.weight.shape[0]
         if self.vocab not in (None, rows):
             raise UnsupportedError(message(_HEAD, f"a weight of {self.vocab} rows", f"a shard of {rows}", _HINT))
