@@ -25,6 +25,7 @@ from lowtide.arguments import (
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import node
+from lowtide.head.backends import skips_ignored
 from lowtide.head.options import HeadOptions, Reduction, check_options
 from lowtide.head.ranks import Alone, Ranks, ranks_of
 from lowtide.head.rows import Rows, positions
@@ -176,6 +177,9 @@ def checked_call(
     if options.skip is not None and not (function in SKIPPING and ranks.alone):
         why = "the vocabulary is sharded" if function in SKIPPING else "only the loss and log-probabilities skip tiles"
         raise UnsupportedError(message("options", "skip=None", "skip above 0", f"In {function}: {why}."))
+    if options.batch_invariant and not (ranks.alone and skips_ignored(input.device)):
+        why = "Only where one Hopper GPU has the whole vocabulary is a token's value known to be the same in any batch."
+        raise UnsupportedError(message("options", "batch_invariant=False", "batch_invariant=True", why))
     if ranks.vocab == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():

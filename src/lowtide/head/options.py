@@ -48,9 +48,9 @@ class HeadOptions:
             gradients' GEMMs then leave out tiles of the softmax that carry little, and put means in their place.
             Losses and log-probabilities stay exact. In bfloat16 on GPUs of compute capability 9.0; elsewhere an
             error. See `skip_report` and docs/skipping.md.
-        batch_invariant: Whether a token's loss, log-probabilities and entropy must have the same bits in any batch,
-            place, chunk and workspace. On the exponential path they do, at no cost, whatever this is; True makes a call
-            that would run otherwise (float32, a CPU, a divergence, a function) an error.
+        batch_invariant: True: raise where a token's loss, log-probability or entropy could depend on its batch or on
+            ``workspace_mib``, that is anywhere but on the exponential path of one Hopper GPU. It changes no kernel: see
+            docs/recipes/same-bits.md.
 
     Raises:
         ArgumentValueError: A value that is none of these, or ``batch_invariant`` with ``skip`` or another backend than
@@ -90,7 +90,7 @@ class HeadOptions:
 
     @property
     def implementation(self) -> str:
-        """Return what `backends.choose` is asked for."""
+        """Return ``backend``, or "invariant" with ``batch_invariant``: what `backends.choose` is asked for."""
         return "invariant" if self.batch_invariant else self.backend
 
 

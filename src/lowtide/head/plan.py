@@ -6,7 +6,7 @@ A chunk has as many rows as fit the workspace; chunks are of one length, and on 
   fifth of the chunk at a time, which have at most half of the workspace;
 - of exponentials, 4096 (2048 of up to 8192 tokens), or what makes 8 chunks, or GEMMs of 2^39 multiplications and a GiB;
   half of that where the head is frozen; no more than half of the tokens from 4096 on. From 2048 rows on a power of 2.
-  Of sums alone, before any gradient: what fits.
+  Where sums alone are computed, as many rows as fit.
 
 Exponentials are computed twice, the second time in blocks of up to 4096 rows by 4096 classes or more, where gradients
 wait for backward, where chunks would be shorter than 512 rows, and where so many that the weight's gradient were summed
@@ -540,6 +540,9 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
     def in_float32(rows: int) -> bool:  # because chunks are many
         return accumulate_in(work, -(-N // rows)) != accumulate_in(work, 1)
 
+    if work.values_only and not (sharded or kept):
+        rows = whole(room // sums)
+        return {"chunk_rows": rows, "scratch_bytes": fixed + rows * sums, "columns": V, "product_rows": rows}
     longest = room // of_chunk
     if work.workspace_mib is None:
         few = ROWS * (part if N <= 4 * ROWS else 2)
@@ -548,17 +551,13 @@ def _cut_exponentials(work: Work) -> dict[str, Any]:
         room = max(room, BLOCK * (of_block + 2 * min(V, BLOCK)) * (not sharded))
     rows, least = whole(longest), min(V, BLOCK // 4)
     fitting = [min(BLOCK, room // max(of_block + 2 * classes, sums)) for classes in (min(V, BLOCK), least)]
-    fitting = [room // sums] if (alone := work.values_only and not (sharded or kept)) else fitting
-    block_rows = min(map(whole, fitting), key=in_float32)
-    short = rows < min(N, FEWEST_ROWS // part) or in_float32(rows) > in_float32(block_rows)
+    C = min(map(whole, fitting), key=in_float32)
+    short = rows < min(N, FEWEST_ROWS // part) or in_float32(rows) > in_float32(C)
     if work.gradient == "recompute" or (short and not kept):
-        widest = (room // block_rows - of_block) // 2 // TILE_COLUMNS * TILE_COLUMNS
-        columns = chunk_of(V, max(least, widest), WAVE // block_rows)
-        in_block = sums if alone else max(of_block + 2 * padded(columns), sums)
-        return {
-            "chunk_rows": block_rows, "scratch_bytes": fixed + block_rows * in_block, "columns": columns,
-            "product_rows": block_rows, "schedule": "blocks",
-        }  # fmt: skip
+        widest = (room // C - of_block) // 2 // TILE_COLUMNS * TILE_COLUMNS
+        columns = chunk_of(V, max(least, widest), WAVE // C)
+        scratch = fixed + C * max(of_block + 2 * padded(columns), sums)
+        return {"chunk_rows": C, "scratch_bytes": scratch, "columns": columns, "product_rows": C, "schedule": "blocks"}
     products = chunk_of(rows, min(BLOCK, power_of_2(WAVE // D)), GPU_TILE)
     if sharded:
         products = rows if rows <= ROWS else -(-rows // 2)

@@ -300,8 +300,9 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     rows, plan = _plan(head, args, wanted, kept_NK.any(1) if args.wanted.issubset(OF_TARGETS) else None)
     y_NK = args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
-        first_N = y_NK[:, 0].where((kept_NK & is_class_NK)[:, 0], -1).int() if y_NK.shape[1] else None
-        found = _exponentials(head, rows, plan, y_NK, first_N).find(args.wanted, args.topk)
+        has_loss = "logprob" in args.wanted and head.ranks.alone
+        first_n = rows.of(y_NK[:, 0].where((kept_NK & is_class_NK)[:, 0], -1).int(), -1) if has_loss else None
+        found = _exponentials(head, rows.of(y_NK), plan, rows).find(args.wanted, args.topk, first_n)
     else:
         found = run(head, rows, plan, _terms(args, rows, head, plan, y_NK))
     found = {name: rows.among_all(x) for name, x in found.items()}
@@ -330,7 +331,7 @@ def backward(
     rows, plan = _plan(head, args, wanted, active_N)
     into = gradient_buffers(head, rows, plan, wanted)
     if plan.backend == "exp":
-        _exponentials(head, rows, plan, y_NK).add_gradients(rows.of_each(numbers), g.of(rows.of), into)
+        _exponentials(head, rows.of(y_NK), plan, rows).add_gradients(rows.of_each(numbers), g.of(rows.of), into)
         return into
     if not head.drops_tokens:
         rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
@@ -355,16 +356,14 @@ def _plan(head: Head, args: TokenStatsArgs, wanted: Wanted, active_N: Tensor | N
     return rows, plan
 
 
-def _exponentials(
-    head: Head, rows: Rows, plan: HeadPlan, y_NK: Tensor, first_N: Tensor | None = None
-) -> "TileStatistics":
+def _exponentials(head: Head, y_nK: Tensor, plan: HeadPlan, rows: Rows) -> "TileStatistics":
     if head.ranks.alone:
         from lowtide.head.exponentials.tile_sums import TileStatistics
 
-        return TileStatistics(head, rows.of(y_NK), plan, rows, None if first_N is None else rows.of(first_N, -1))
+        return TileStatistics(head, y_nK, plan, rows)
     from lowtide.head.exponentials.sharded import ShardedStatistics
 
-    return ShardedStatistics(head, rows.of(y_NK), plan, rows)
+    return ShardedStatistics(head, y_nK, plan, rows)
 
 
 def _terms(args: TokenStatsArgs, rows: Rows, head: Head, plan: HeadPlan, y_NK: Tensor) -> Statistics:

@@ -20,31 +20,31 @@ from lowtide.head.terms.statistics import Upstream, entries_of, sum_of_equal
 
 
 class TileStatistics(CrossEntropy):
-    """Statistics of each row's logits, in either direction: the sums of a loss, and those of all classes.
+    """Statistics of each row's logits, in either direction: a loss's sums by the loss's code, and sums of their own.
 
-    ``y_nK`` are int64 classes of the whole vocabulary, all valid; ``first_n`` is the first column of them, int32 and -1
-    where ignored, or None: no loss is computed, to which it is equal to the bit. Across ranks none is.
+    ``y_nK`` are int64 classes of the whole vocabulary, all valid.
     """
 
     epilogue = stats.tile_stats
     terms = RowTerms()
 
-    def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows, first_n: Tensor | None = None) -> None:
+    def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows) -> None:
         Exponentials.__init__(self, head, plan, tokens)
-        self.y_nK, self.first_class, self.has_loss = y_nK, head.ranks.first, first_n is not None
-        self.y_n = y_nK.new_full((len(y_nK),), -1, dtype=torch.int32) if first_n is None else first_n
+        self.y_nK, self.first_class = y_nK, head.ranks.first
 
-    def find(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
+    def find(self, want: frozenset[str], topk: int, first_n: Tensor | None = None) -> dict[str, Tensor]:
         """Return each row's "lse", "argmax", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
         Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
-        are 0.
+        are 0. ``first_n`` are the first targets, int32 and -1 where ignored: their log-probability is minus the loss of
+        `CrossEntropy`, bit for bit. None: of no target, or across ranks.
         """
         self.topk, self.want, n = topk, [name for name in stats.WANTED if name in want], len(self.y_nK)
         rows = min(self.plan.chunk_rows, self.plan.rows)
         self.sums, *planes = self.new(4 + len(self.want), rows, self.tiles)
         self.planes_of_tiles = stats.planes_of(planes, self.want)
         self.y_nK, self.of_loss = self.y_nK.contiguous(), self.new(4, padded(n))[:, :n]
+        self.has_loss, self.y_n = first_n is not None, self.y_nK.new_empty(n).int() if first_n is None else first_n
         found = self.room_of_numbers(n)
         self.find_all(rows, found)
         return found
@@ -69,7 +69,7 @@ class TileStatistics(CrossEntropy):
     def find_here(self, chunk: Chunk, found: dict[str, Tensor]) -> None:
         """Write some rows' statistics, of the classes here."""
         C, operands, transform = len(chunk.x_CD), (chunk.x_CD, self.weight_VD), self.transform
-        self.make_numbers(chunk, self.of_loss)
+        self.make_numbers(chunk, self.of_loss)  # without a loss nothing reads them
         planes, sums = {name: x[:C] for name, x in self.planes_of_tiles.items()}, None
         if self.has_loss:
             self.write_target_logits(chunk)

@@ -40,7 +40,9 @@ from lowtide.kernel_launch import Launcher, power_of_2
 MOST = tl.constexpr(2.0**62)  # a sum above it, and its square or its row's s would leave float32's range
 LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, would leave float32's range
 TO_BLAME = tl.constexpr(2.0**8)
-SUMMED = tl.constexpr(2048)  # tiles at a time; where a block of D were as long, the compiler may sum them in its order
+# Tiles summed at a time: more than any `block_of(D)`. With equal lengths Triton may take the layout of x's loads for
+# these, and with it another order of the sum.
+SUMMED = tl.constexpr(2048)
 
 
 class RowTerms(NamedTuple):

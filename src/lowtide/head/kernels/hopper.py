@@ -1,5 +1,4 @@
-"""GEMMs in Hopper's own instructions: what they share, and those of plain logits, which write exponentials, statistics
-or their gradient.
+"""GEMMs in Hopper's own instructions: shared parts, and those that make E, statistics or gradients of plain logits.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
 
@@ -256,7 +255,7 @@ def _produce(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _store(e, buffer, e_d, row, column):  # type: ignore[no-untyped-def]
+def store_half(e, buffer, e_d, row, column):  # type: ignore[no-untyped-def]
     """Round a half of a consumer's tile and begin to store it."""
     rounded = e.to(gl.bfloat16)
     tma.store_wait(0)  # the thread that stored the last half knows that the buffer has been read,
@@ -270,7 +269,8 @@ def _store(e, buffer, e_d, row, column):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _half_sums(z, at, top, top_id, rows_of):  # type: ignore[no-untyped-def]
     """Do what `stats._half_sums` does, to the bit."""
-    below = gl.fma(z, LOG2E, -(top * LOG2E)[:, None])
+    reference = gl.where(top == float("-inf"), 0.0, top * LOG2E)
+    below = gl.fma(z, LOG2E, -reference[:, None])
     e = gl.where(at[None, :] == top_id[:, None], 0.0, gl.exp2(below))
     rest = gl.sum(e, 1)
     heat, squares = rest, rest
@@ -363,7 +363,7 @@ def _consume(  # type: ignore[no-untyped-def]
                     if is_special:  # loaded only here, as there are no registers to hold it for long
                         coefficient = gl.load(rows_of.coefficient + rows, mask=rows < C, other=0.0)
                         e = gl.where(at[None, :] == y[:, None], coefficient[:, None], e)
-                _store(e, buffer, e_d, row, column + i * STORED)
+                store_half(e, buffer, e_d, row, column + i * STORED)
         if rows_of.sums is not None:
             gl.store(rows_of.sums + rows.to(gl.int64) * rows_of.sum_stride + p, total, mask=rows < C)
         if rows_of.squares is not None:
@@ -376,7 +376,7 @@ def _consume(  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume_gradient(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr, _x_d, _w_d, g_d, g_s, stages, of_row, listed, C, V, D, _bound: gl.constexpr,
-    _store_too: gl.constexpr,
+    _store: gl.constexpr,
 ):  # fmt: skip
     """Multiply, and write what `stats.gradient_tile` does, of plain logits."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
@@ -404,7 +404,7 @@ def _consume_gradient(  # type: ignore[no-untyped-def]
             if of_row.even is not None:
                 gradient += even[:, None]
             gradient = gl.where(alive[:, None], gradient, 0.0)
-            _store(gradient, g_s.index(HALF), g_d, row, p * COLUMNS + i * STORED)
+            store_half(gradient, g_s.index(HALF), g_d, row, p * COLUMNS + i * STORED)
     tma.store_wait(0)
 
 

@@ -36,8 +36,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
 NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 ROWS, SHARES = tl.constexpr(128), tl.constexpr(8)  # pairs of one tile at a time; programs that share those of a tile
-PLANES = ("top", "top_id", "rest")  # of `ExpRows`, that all statistics need,
-WANTED = {"entropy": "heat", "sum_sq_prob": "top_squares", "mean_logit": "total"}  # and some
+PLANES = ("top", "top_id", "rest")  # of `ExpRows`, that every call needs
+WANTED = {"entropy": "heat", "sum_sq_prob": "top_squares", "mean_logit": "total"}  # statistics: the plane of each
 
 
 class Gradient(NamedTuple):
@@ -63,7 +63,7 @@ def _exponential(z, reference, transform):  # type: ignore[no-untyped-def]
 
     Or so low that its rounding in ``reference``, which the fused multiply-add does not have, overflows the exponential.
     """
-    below = z * LOG2E - reference[:, None]
+    below = tl.fma(z, LOG2E, -reference[:, None])
     if transform.bias_V is not None:
         below = tl.maximum(below, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         below = tl.minimum(below, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -250,10 +250,11 @@ def merge_stats(
     rank has log-probability -inf.
     Rows that are not `Used` are left as they are.
     """
-    C, K = y_CK.shape
+    (C, K), BLOCK, WIDTH = y_CK.shape, block_of(x_CD.shape[1]), power_of_2(tiles.sum_stride)
+    WIDTH *= 1 + (WIDTH == BLOCK)  # or Triton may sum in the layout of x's loads: see `exp_rows.SUMMED`
     _merge_stats[(C,)](
         tiles, out, y_CK, first, matrix(x_CD), matrix(w_VD), used, transform, first_class, C, len(w_VD), K, vocab,
-        BLOCK=block_of(x_CD.shape[1]), WIDTH=power_of_2(tiles.sum_stride), num_warps=4,
+        BLOCK=BLOCK, WIDTH=WIDTH, num_warps=4,
     )  # fmt: skip
 
 
