@@ -26,6 +26,8 @@ def test_automodel() -> None:
     leaves = (hidden, head.weight)
     assert_near([got, *torch.autograd.grad(got, leaves)], [expected, *torch.autograd.grad(expected, leaves)], 1e-5)
     assert loss(hidden, torch.full_like(LABELS, -100), head.weight, num_label_tokens=0) == 0
+    rounded = hidden.bfloat16()  # of FSDP2's mixed precision: the weight is gathered as it is stored, in float32
+    assert torch.equal(loss(rounded, LABELS, head.weight), loss(rounded, LABELS, head.weight.bfloat16()))
 
 
 def test_torchtitan() -> None:
@@ -43,7 +45,7 @@ def test_torchtitan() -> None:
         head.zero_grad()
         value, _ = loss(x, LABELS, torch.tensor(27.0))
         value.backward()
-        results.append([value, x.grad, head.weight.grad])
+        results.append([value, x.grad, head.weight.grad, head(hidden)])
     assert_near(*results, 1e-5)
     loss.set_lm_head(Linear.Config(in_features=8, out_features=48).build())
     with pytest.raises(UnsupportedError, match="a shard of 48"):

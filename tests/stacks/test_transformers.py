@@ -82,6 +82,10 @@ def test_experts() -> None:
     expected = results(model, model)
     model.set_experts_implementation("lowtide")
     assert_same(model, expected, {"mlp": 1})
+    part: Any = model.model.layers[0].mlp.experts
+    del part.act_fn
+    part.act_fn = nn.functional.silu  # as LFM2's
+    assert_near(results(model, model), expected, 1e-5)
 
 
 def test_experts_of_another_form() -> None:

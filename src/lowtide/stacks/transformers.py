@@ -7,6 +7,7 @@ Importing this module registers the experts, for ``from_pretrained(..., experts_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -51,7 +52,12 @@ class Rotary(nn.Module):
         return rotary(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, promote=True, pairs=pairs)
 
 
-_ACTIVATIONS = {type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh"}
+_ACTIVATIONS = {
+    type(ACT2FN["silu"]): "silu",
+    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
+    nn.SiLU: "silu",
+    silu: "silu",
+}
 
 
 def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -66,7 +72,8 @@ def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     Raises:
         UnsupportedError: The experts are not ``down(act(gate(x)) * up(x))`` with SiLU or tanh-GELU.
     """
-    activation = _ACTIVATIONS.get(type(getattr(self, "act_fn", None)))
+    act: Any = getattr(self, "act_fn", None)
+    activation = _ACTIVATIONS.get(type(act) if isinstance(act, nn.Module) else act)
     own_gate = type(self)._apply_gate.__module__ != "transformers.integrations.moe"
     if activation is None or own_gate or not self.has_gate or self.has_post_expert_norm:
         expected, hint = "down(act(gate(x)) * up(x)) with SiLU or tanh-GELU", "Use lowtide.patch(model)."
