@@ -391,3 +391,18 @@ def test_a_target_without_a_chance(reduction: str) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
         true = torch.autograd.grad(want.sum(), [wide[n] for n in ("input", "linear_weight", "linear_bias")])
         assert_near(torch.autograd.grad(got.sum(), leaves), true, 1e-5)
+
+
+@promise("bitwise")
+def test_a_token_has_one_set_of_bits() -> None:
+    """Of a loss, a log-probability and statistics, of one target or of the first of several."""
+    x, w, b, y = (t if t is None else t.detach() for t in head(60, 16, 70))
+    y[::3] = (x @ w.T + b).argmax(1)[::3]
+    given: dict[str, Any] = {"linear_bias": b, "softcap": 3.0, "logit_scale": 0.7}
+    one, several = linear_logprobs(x, w, y, **given), torch.stack((y, y.roll(1), y), 1)
+    assert torch.equal(one, 0 - linear_cross_entropy(x, w, y, reduction="none", **given))
+    stats = linear_token_stats(x, w, y, want=("logprob", "entropy"), **given)
+    assert torch.equal(one, stats.logprob)
+    assert torch.equal(one, linear_logprobs(x, w, several, **given)[:, 0])
+    assert torch.equal(one, linear_logprobs(x, w, several, **given)[:, 2])
+    assert torch.equal(stats.entropy, linear_token_stats(x, w, want=("entropy",), **given).entropy)
