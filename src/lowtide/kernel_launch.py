@@ -83,8 +83,7 @@ class Launcher:
         compiled = self._compiled.get(known)
         fixed = [constants[name] for name in self._names[len(args) :]]
         if compiled is None:
-            # fused multiply-adds, which Triton 3.10 leaves out unless asked
-            self._compiled[known] = self.kernel[grid](*args, **constants, enable_fp_fusion=True)
+            self._compiled[known] = self.kernel[grid](*args, **constants)
             return
         x, y, z = (*grid, 1, 1)[:3]
         metadata = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's hooks

@@ -396,7 +396,7 @@ def test_a_target_without_a_chance(reduction: str) -> None:
 @promise("bitwise")
 def test_a_token_has_one_set_of_bits() -> None:
     """Of a loss, a log-probability and statistics, of one target or of the first of several."""
-    x, w, b, y = (t if t is None else t.detach() for t in head(60, 16, 70))
+    x, w, b, y = (t if t is None else t.detach() for t in head(40, 16, 70))
     y[::3] = (x @ w.T + b).argmax(1)[::3]
     given: dict[str, Any] = {"linear_bias": b, "softcap": 3.0, "logit_scale": 0.7}
     one, several = linear_logprobs(x, w, y, **given), torch.stack((y, y.roll(1), y), 1)

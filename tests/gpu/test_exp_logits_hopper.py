@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from gpu.conftest import HOPPER, ON_GPU
 from lowtide.head.kernels import hopper, stats
-from lowtide.head.kernels.exp_logits import ExpRows
+from lowtide.head.kernels.exp_logits import ExpRows, exp_tile
 from lowtide.head.kernels.gemm import ALL, LogitTransform, gemm_tiles, matrix
 from lowtide.head.kernels.hopper import exp_logits_hopper
 from promises import promise
@@ -115,7 +115,7 @@ def test_statistics_and_gradients_have_the_bits_of_tritons_kernels(shape: tuple[
             hopper.gradient_hopper(case.x, case.w, out, rows, ALL)
 
     def tritons(rows: Any, out: Tensor | None) -> None:
-        epilogue = stats.tile_stats if out is None else stats.gradient_tile
+        epilogue = exp_tile if out is None else stats.gradient_tile
         gemm_tiles(epilogue, case.x, case.w, out, rows, LogitTransform())
 
     numbers = torch.randn(4, C, device="cuda")

@@ -302,7 +302,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     if plan.backend == "exp":
         has_loss = "logprob" in args.wanted and head.ranks.alone
         first_n = rows.of(y_NK[:, 0].where((kept_NK & is_class_NK)[:, 0], -1).int(), -1) if has_loss else None
-        found = _exponentials(head, rows.of(y_NK), plan, rows).find(args.wanted, args.topk, first_n)
+        found = _exponentials(head, rows.of(y_NK), plan, rows).forward(args.wanted, args.topk, first_n)
     else:
         found = run(head, rows, plan, _terms(args, rows, head, plan, y_NK))
     found = {name: rows.among_all(x) for name, x in found.items()}
@@ -331,7 +331,7 @@ def backward(
     rows, plan = _plan(head, args, wanted, active_N)
     into = gradient_buffers(head, rows, plan, wanted)
     if plan.backend == "exp":
-        _exponentials(head, rows.of(y_NK), plan, rows).add_gradients(rows.of_each(numbers), g.of(rows.of), into)
+        _exponentials(head, rows.of(y_NK), plan, rows).gradients(rows.of_each(numbers), g.of(rows.of), into)
         return into
     if not head.drops_tokens:
         rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)

@@ -46,10 +46,14 @@ class Chunk:
 
 
 class Exponentials:
-    """A head in one direction of a call: what its chunks share, and the gradients in blocks of the vocabulary."""
+    """A head in one direction of a call: sums of its chunks and what they give, and gradients in blocks of classes."""
 
     first_class = 0  # what targets call the first row of this rank's weight
+    y_n: Tensor  # int32 rows of this rank's weight, -1 where ignored
+    terms = RowTerms()
     smoothing: "Smoothing | None" = None
+    searches: tuple[bool, ...] = (True, False)  # of rows that left the safe range: see `shifted_exp_logits`
+    listed: Listed | None = None  # tiles of E that are computed, where others need not be
 
     def __init__(self, head: Head, plan: HeadPlan, rows: Rows) -> None:
         self.head, self.plan, self.index, self.count = head, plan, rows.index, rows.count
@@ -74,6 +78,51 @@ class Exponentials:
     def used(self, part: slice) -> Used:
         """Return how many of these rows the kernels compute."""
         return ALL if self.count is None else Used(self.count, part.start)
+
+    def make_numbers(self, chunk: Chunk, found: Tensor) -> None:
+        """Make memory for what will be known of a chunk's rows."""
+        C, chunk.y_C = len(chunk.x_CD), self.y_n[chunk.part]
+        (target, rest, highest), listed = self.new(3, C), torch.split(self.y_n.new_empty(C + 1), [C, 1])
+        rows = chunk.rows = Reports._make((target, *found[:, chunk.part], rest, highest, *listed))
+        chunk.of_input = rows.s, chunk.y_C, rest
+
+    def write_target_logits(self, chunk: Chunk) -> None:
+        """Write the logits of the targets that are here."""
+        of_rows = chunk.rows.target_logit, chunk.rows.listed_count, self.used(chunk.part)
+        target_logits(chunk.x_CD, self.weight_VD, chunk.y_C, self.transform, *of_rows)
+
+    def write_exponentials(
+        self, chunk: Chunk, w_BD: Tensor, e_CB: Tensor | None, rows: ExpRows, transform: LogitTransform
+    ) -> None:
+        """Write E of a chunk and some classes, or its sums."""
+        used = self.used(chunk.part)
+        if self.hopper:
+            hopper.exp_logits_hopper(chunk.x_CD, w_BD, e_CB, rows, used=used, listed=self.listed)
+        else:
+            gemm_tiles(exp_tile, chunk.x_CD, w_BD, e_CB, rows, transform, used=used)
+
+    def finish(self, chunk: Chunk, factor_C: Tensor | None = None, scaled_CD: Tensor | None = None) -> None:
+        """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
+        terms, used, ranks = self.terms.rows(chunk.part), self.used(chunk.part), self.head.ranks
+        C, D = chunk.x_CD.shape
+        for shifted in (False, True):
+            if shifted:
+                self.shift(chunk, chunk.e_CV, self.searches)
+            exp_rows.finish_rows[(C,)](
+                matrix(chunk.sums), chunk.y_C, factor_C, matrix(chunk.x_CD), scaled_CD, matrix(chunk.e_CV), chunk.rows,
+                used, self.transform, terms, C, RANKS=0 if ranks.alone else power_of_2(ranks.size), SHIFTED=shifted,
+                BLOCK=exp_rows.block_of(D), num_warps=4,
+            )  # fmt: skip
+        if self.smoothing is not None:
+            self.smoothing.add_to_loss(chunk, used)
+            if factor_C is not None:
+                self.smoothing.see(chunk, used)
+
+    def shift(self, chunk: Chunk, e_CV: Tensor | None, searches: tuple[bool, ...]) -> None:
+        """Do the listed rows again, relative to another reference; the host never learns how many they are."""
+        rows = chunk.rows
+        entries, listed = chunk.entries._replace(reference=rows.highest), (rows.listed, rows.listed_count)
+        shifted_exp_logits(chunk.x_CD, self.weight_VD, e_CV, entries, listed, self.transform, find_highest=searches)
 
     @cached_property
     def room(self) -> Room:
@@ -156,9 +205,6 @@ class CrossEntropy(Exponentials):
     """
 
     planes = 1  # of numbers that a tile of E leaves of each row: see `ExpRows`
-    searches: tuple[bool, ...] = (True, False)  # of rows that left the safe range: see `shifted_exp_logits`
-    listed: Listed | None = None  # tiles of E that are computed, where others need not be
-    epilogue: Any = exp_tile
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         super().__init__(head, plan, loss.rows)
@@ -230,51 +276,6 @@ class CrossEntropy(Exponentials):
         chunk.entries = ExpRows(chunk.rows.target_logit, chunk.y_C, None, 0, chunk.sums, self.tiles, *stored)
         chunk.e_CV = None if e is None else e[:C, : self.width]
         self.write_exponentials(chunk, self.weight_VD, chunk.e_CV, chunk.entries, self.transform)
-
-    def make_numbers(self, chunk: Chunk, found: Tensor) -> None:
-        """Make memory for what will be known of a chunk's rows."""
-        C, chunk.y_C = len(chunk.x_CD), self.y_n[chunk.part]
-        (target, rest, highest), listed = self.new(3, C), torch.split(self.y_n.new_empty(C + 1), [C, 1])
-        rows = chunk.rows = Reports._make((target, *found[:, chunk.part], rest, highest, *listed))
-        chunk.of_input = rows.s, chunk.y_C, rest
-
-    def write_target_logits(self, chunk: Chunk) -> None:
-        """Write the logits of the targets that are here."""
-        of_rows = chunk.rows.target_logit, chunk.rows.listed_count, self.used(chunk.part)
-        target_logits(chunk.x_CD, self.weight_VD, chunk.y_C, self.transform, *of_rows)
-
-    def write_exponentials(
-        self, chunk: Chunk, w_BD: Tensor, e_CB: Tensor | None, rows: ExpRows, transform: LogitTransform
-    ) -> None:
-        """Write E of a chunk and some classes, or its sums."""
-        used = self.used(chunk.part)
-        if self.hopper:
-            hopper.exp_logits_hopper(chunk.x_CD, w_BD, e_CB, rows, used=used, listed=self.listed)
-        else:
-            gemm_tiles(self.epilogue, chunk.x_CD, w_BD, e_CB, rows, transform, used=used)
-
-    def finish(self, chunk: Chunk, factor_C: Tensor | None = None, scaled_CD: Tensor | None = None) -> None:
-        """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
-        terms, used, ranks = self.terms.rows(chunk.part), self.used(chunk.part), self.head.ranks
-        C, D = chunk.x_CD.shape
-        for shifted in (False, True):
-            if shifted:
-                self.shift(chunk, chunk.e_CV, self.searches)
-            exp_rows.finish_rows[(C,)](
-                matrix(chunk.sums), chunk.y_C, factor_C, matrix(chunk.x_CD), scaled_CD, matrix(chunk.e_CV), chunk.rows,
-                used, self.transform, terms, C, RANKS=0 if ranks.alone else power_of_2(ranks.size), SHIFTED=shifted,
-                BLOCK=exp_rows.block_of(D), num_warps=4,
-            )  # fmt: skip
-        if self.smoothing is not None:
-            self.smoothing.add_to_loss(chunk, used)
-            if factor_C is not None:
-                self.smoothing.see(chunk, used)
-
-    def shift(self, chunk: Chunk, e_CV: Tensor | None, searches: tuple[bool, ...]) -> None:
-        """Do the listed rows again, relative to another reference; the host never learns how many they are."""
-        rows = chunk.rows
-        entries, listed = chunk.entries._replace(reference=rows.highest), (rows.listed, rows.listed_count)
-        shifted_exp_logits(chunk.x_CD, self.weight_VD, e_CV, entries, listed, self.transform, find_highest=searches)
 
     def ends(self, chunk: Chunk, input_ND: Tensor) -> InputRows:
         """Return what ends the rows of a chunk's input gradient in a kernel, where ignored tokens are last."""

@@ -205,8 +205,8 @@ class ShardedCrossEntropy(Sharded, CrossEntropy):
 class ShardedStatistics(Sharded, TileStatistics):
     """Token statistics in either direction."""
 
-    def find_all(self, rows: int, found: dict[str, Tensor]) -> None:
-        """See `TileStatistics.find_all`."""
+    def find(self, rows: int, found: dict[str, Tensor]) -> None:
+        """See `TileStatistics.find`."""
         for part, mine, received in ahead(map(self._begin_numbers, self.pieces(rows, rows))):
             for name, x in merged(mine, received()).items():
                 found[name][part] = x

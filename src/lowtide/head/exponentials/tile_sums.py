@@ -9,35 +9,31 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Gradients, Head
-from lowtide.head.exponentials.losses import Chunk, CrossEntropy, Exponentials
+from lowtide.head.exponentials.losses import Chunk, Exponentials
 from lowtide.head.kernels import hopper, stats
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.exp_rows import RowTerms
 from lowtide.head.kernels.gemm import gemm_tiles
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import Upstream, entries_of, sum_of_equal
 
 
-class TileStatistics(CrossEntropy):
+class TileStatistics(Exponentials):
     """Statistics of each row's logits, in either direction: a loss's sums by the loss's code, and sums of their own.
 
     ``y_nK`` are int64 classes of the whole vocabulary, all valid.
     """
 
-    epilogue = stats.tile_stats
-    terms = RowTerms()
-
     def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows) -> None:
-        Exponentials.__init__(self, head, plan, tokens)
+        super().__init__(head, plan, tokens)
         self.y_nK, self.first_class = y_nK, head.ranks.first
 
-    def find(self, want: frozenset[str], topk: int, first_n: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, want: frozenset[str], topk: int, first_n: Tensor | None = None) -> dict[str, Tensor]:
         """Return each row's "lse", "argmax", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
         Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
         are 0. ``first_n`` are the first targets, int32 and -1 where ignored: their log-probability is minus the loss of
-        `CrossEntropy`, bit for bit. None: of no target, or across ranks.
+        `losses.CrossEntropy`, bit for bit. None: of no target, or across ranks.
         """
         self.topk, self.want, n = topk, [name for name in stats.WANTED if name in want], len(self.y_nK)
         rows = min(self.plan.chunk_rows, self.plan.rows)
@@ -46,7 +42,7 @@ class TileStatistics(CrossEntropy):
         self.y_nK, self.of_loss = self.y_nK.contiguous(), self.new(4, padded(n))[:, :n]
         self.has_loss, self.y_n = first_n is not None, self.y_nK.new_empty(n).int() if first_n is None else first_n
         found = self.room_of_numbers(n)
-        self.find_all(rows, found)
+        self.find(rows, found)
         return found
 
     def room_of_numbers(self, n: int) -> dict[str, Tensor]:
@@ -60,7 +56,7 @@ class TileStatistics(CrossEntropy):
             found["topk_ids"] = self.y_nK.new_zeros(n, self.topk)
         return found
 
-    def find_all(self, rows: int, found: dict[str, Tensor]) -> None:
+    def find(self, rows: int, found: dict[str, Tensor]) -> None:
         """Write all rows' statistics, so many rows at a time."""
         for chunk in self.chunks(rows):
             self.find_here(chunk, {name: x[chunk.part] for name, x in found.items()})
@@ -90,8 +86,8 @@ class TileStatistics(CrossEntropy):
             values, ids = stats.highest_logits(*operands, planes["top"], k, transform)
             found["topk_values"][:, :k], found["topk_ids"][:, :k] = values, ids.add_(self.first_class)
 
-    def add_gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
-        """Add the gradients, from what `find` returned and upstream ones, that of "logprob" 0 where ignored."""
+    def gradients(self, known: dict[str, Tensor], g: Upstream, into: Gradients) -> None:
+        """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""
         self.gradient = gradient_of(self.head, self.y_nK, known, g)
         self.recompute(into)
 

@@ -1,4 +1,4 @@
-"""The GEMM that stores exponentials instead of logits: E = exp(x W^T - reference), and its row sums.
+"""The GEMM that stores exponentials instead of logits: E = exp(x W^T - reference), its row sums, and statistics of z.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. The epilogue works on the float32
 accumulators: bias, scale and cap, the exponential, its sum before it is rounded. No pass over [C, V] is left.
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lowtide.head.kernels import gemm
 from lowtide.head.kernels.gemm import (
+    LN2,
     LOG2E,
+    NO_LOGIT,
     LogitTransform,
     finish_logits,
     gathered_logits,
@@ -24,6 +26,8 @@ from lowtide.head.kernels.gemm import (
     times_slope,
 )
 from lowtide.kernel_launch import Launcher, multiprocessors
+
+FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
 
 
 class ExpRows(NamedTuple):
@@ -66,13 +70,77 @@ def _put_sums(of_row, rows, p, e_sum, squares, mass, inside):  # type: ignore[no
         tl.store(of_row.masses + at, mass, mask=inside)
 
 
+@triton.jit
+def exponential(z, reference, transform):  # type: ignore[no-untyped-def]
+    """exp(z - reference), and z - reference in bits; ``reference`` is in bits. Only a bias makes a logit -inf.
+
+    Or so low that its rounding in ``reference``, which the fused multiply-add does not have, overflows the exponential.
+    """
+    below = tl.fma(z, LOG2E, -reference[:, None])
+    if transform.bias_V is not None:
+        below = tl.maximum(below, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        below = tl.minimum(below, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp2(below), below
+
+
+@triton.jit
+def _half_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-untyped-def]
+    """Sums over half of a tile's logits but its highest one: of e = exp(z - top), of e (z - top) and of e^2."""
+    e, below = exponential(z, reference, transform)
+    e = tl.where(at[None, :] == top_id[:, None], 0.0, e)
+    rest = tl.sum(e, 1)
+    heat, squares = rest, rest
+    if sums.heat is not None:
+        heat = tl.sum(e * below, 1) * LN2
+    if sums.top_squares is not None:
+        squares = tl.sum(e * e, 1)
+    return rest, heat, squares
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put_stats(z, row, p, C, V, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a tile's statistics.
+
+    Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
+    """
+    HALF: tl.constexpr = CONFIG.columns // 2
+    left, right = halves(z, CONFIG)
+    at_left = p * CONFIG.columns + tl.arange(0, HALF)
+    at_right = at_left + HALF
+    left = finish_logits(left, at_left, V, transform)
+    right = finish_logits(right, at_right, V, transform)
+    total = tl.sum(left, 1) + tl.sum(right, 1)  # beyond V logits are 0: no weight, no bias
+    if BOUND:
+        left = tl.where((at_left < V)[None, :], left, NO_LOGIT)
+        right = tl.where((at_right < V)[None, :], right, NO_LOGIT)
+    top = tl.maximum(tl.max(left, 1), tl.max(right, 1))
+    top_id = tl.minimum(
+        tl.min(tl.where(left == top[:, None], at_left[None, :], V), 1),
+        tl.min(tl.where(right == top[:, None], at_right[None, :], V), 1),
+    )
+    reference = tl.where(top == float("-inf"), 0.0, top * LOG2E)
+    rest, heat, squares = _half_sums(left, at_left, reference, top_id, sums, transform)
+    more_rest, more_heat, more_squares = _half_sums(right, at_right, reference, top_id, sums, transform)
+    rows = row + tl.arange(0, CONFIG.rows)
+    at = rows.to(tl.int64) * sums.sum_stride + p
+    inside = rows < C
+    tl.store(sums.top + at, top, mask=inside)
+    tl.store(sums.top_id + at, top_id, mask=inside)
+    tl.store(sums.rest + at, rest + more_rest, mask=inside)
+    if sums.heat is not None:
+        tl.store(sums.heat + at, heat + more_heat, mask=inside)
+    if sums.top_squares is not None:
+        tl.store(sums.top_squares + at, squares + more_squares, mask=inside)
+    if sums.total is not None:
+        tl.store(sums.total + at, total, mask=inside)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write ``E = exp(z - reference)`` of a tile, times ``1 - (z / softcap)**2`` with a cap, and its row sums.
+    """Write ``E = exp(z - reference)`` of a tile, times ``1 - (z / softcap)**2`` with a cap, and what `ExpRows` want.
 
-    An epilogue of `gemm.gemm_tiles`, with `ExpRows`, a half at a time; without ``e_d`` only
-    sums are wanted. Rows of ignored tokens are 0, unless their logits are not finite and there is no coefficient: then
-    they may be NaN.
+    An epilogue of `gemm.gemm_tiles`, a half at a time; without ``e_d`` only sums are wanted. Rows of ignored tokens are
+    0, unless their logits are not finite and there is no coefficient: then they may be NaN.
     """
     WIDTH: tl.constexpr = CONFIG.columns // 2
     column = p * CONFIG.columns
@@ -107,6 +175,8 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
         squared += tl.sum(stored * stored, 1)
         mass += tl.sum(stored, 1)
     _put_sums(rows, at, p, total, squared, mass, inside)
+    if rows.top is not None:
+        _put_stats(z, row, p, C, V, rows, transform, BOUND, CONFIG)
 
 
 @Launcher

@@ -16,7 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowtide.head.kernels.elementwise import tanh
 from lowtide.kernel_launch import Launcher, multiprocessors
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 
 
 @dataclass(frozen=True, kw_only=True)

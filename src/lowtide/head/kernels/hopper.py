@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import ExpRows, Listed
-from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.gemm import ALL, LN2, LOG2E, NO_LOGIT, Used
 from lowtide.kernel_launch import Launcher, multiprocessors, why_no_triton
 
 try:
@@ -52,11 +52,12 @@ try:
     load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
     store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+    HALF_TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
     GLUON_ERROR = None
 except (ImportError, AttributeError) as error:  # no kernel of these can run: see `runs_on`
     gluon, gl, GLUON_ERROR = triton, tl, str(error)
     fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
-    load_tile = store_tile = barrier = TensorDescriptor = None
+    load_tile = store_tile = barrier = TensorDescriptor = HALF_TILE = None
 
 __all__ = ["TensorDescriptor", "fence_async_shared", "gl", "gluon", "mbarrier", "tma"]  # of Gluon's
 
@@ -67,8 +68,6 @@ LEAVE = gl.constexpr(2)  # the step at which a consumer asks whether its last st
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 # of the exponentials
-LOG2E, LN2 = gl.constexpr(1.4426950408889634), gl.constexpr(0.6931471805599453)
-NO_LOGIT = gl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 STORED = gl.constexpr(128)  # columns stored at a time: two pieces share a buffer
 DEPTH = gl.constexpr(64)
 GROUP = gl.constexpr(16)  # row tiles that share a part of W in cache
@@ -255,6 +254,14 @@ def _produce(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def halves_of(z):  # type: ignore[no-untyped-def]
+    """Return the left and the right half of a consumer's tile: finished one by one, they need fewer registers."""
+    left, right = z.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
+    left = gl.convert_layout(left, HALF_TILE, assert_trivial=True)
+    return left, gl.convert_layout(right, HALF_TILE, assert_trivial=True)
+
+
+@gluon.jit
 def store_half(e, buffer, e_d, row, column):  # type: ignore[no-untyped-def]
     """Round a half of a consumer's tile and begin to store it."""
     rounded = e.to(gl.bfloat16)
@@ -268,7 +275,7 @@ def store_half(e, buffer, e_d, row, column):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _half_sums(z, at, top, top_id, rows_of):  # type: ignore[no-untyped-def]
-    """Do what `stats._half_sums` does, to the bit."""
+    """Do what `exp_logits._half_sums` does, to the bit."""
     reference = gl.where(top == float("-inf"), 0.0, top * LOG2E)
     below = gl.fma(z, LOG2E, -reference[:, None])
     e = gl.where(at[None, :] == top_id[:, None], 0.0, gl.exp2(below))
@@ -283,11 +290,8 @@ def _half_sums(z, at, top, top_id, rows_of):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _put_stats(left, right, rows_of, rows, p, C, V):  # type: ignore[no-untyped-def]
-    """Write what `stats.tile_stats` does, of plain logits."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
-    left = gl.convert_layout(left, layout, assert_trivial=True)
-    right = gl.convert_layout(right, layout, assert_trivial=True)
-    at = p * COLUMNS + gl.arange(0, STORED, gl.SliceLayout(0, layout))
+    """Write what `exp_logits._put_stats` does, of plain logits."""
+    at = p * COLUMNS + gl.arange(0, STORED, gl.SliceLayout(0, HALF_TILE))
     place, inside = rows.to(gl.int64) * rows_of.sum_stride + p, rows < C
     if rows_of.total is not None:
         gl.store(rows_of.total + place, gl.sum(left, 1) + gl.sum(right, 1), mask=inside)
@@ -316,7 +320,6 @@ def _consume(  # type: ignore[no-untyped-def]
     STORE: gl.constexpr,
 ):  # fmt: skip
     """Multiply, and finish, the HALF-th ROWS rows of each tile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
     tiles = _number_of_tiles(listed, C, V)
     buffer = e_s.index(HALF)
     step = gl.to_tensor(0)
@@ -324,7 +327,7 @@ def _consume(  # type: ignore[no-untyped-def]
         row_tile, p = _tile_at(tile, listed, C, V)
         row = row_tile * (2 * ROWS) + HALF * ROWS
         column = p * COLUMNS
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, HALF_TILE))
         # loaded here, used after the GEMM, which hides the latency
         y = gl.load(rows_of.y + rows, mask=rows < C, other=-1)
         reference = gl.load(rows_of.reference + rows, mask=rows < C, other=0.0)
@@ -334,7 +337,7 @@ def _consume(  # type: ignore[no-untyped-def]
         kept = y >= 0
         reference = gl.where(kept, reference * LOG2E, float("inf"))
         y -= rows_of.first_class + column  # within the tile; stays negative where ignored
-        bound = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout)) + (V - column)
+        bound = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, HALF_TILE)) + (V - column)
         if rows_of.coefficient is not None:
             bound = gl.where(kept, bound, 0)
         # most tiles hold neither targets nor columns beyond V
@@ -343,13 +346,12 @@ def _consume(  # type: ignore[no-untyped-def]
             special = special | (bound < COLUMNS)
         is_special = gl.max(special.to(gl.int32), 0) != 0
 
-        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-        squared = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-        pieces = z.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, HALF_TILE))
+        squared = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, HALF_TILE))
+        halves = halves_of(z)
         for i in gl.static_range(2):
-            at = i * STORED + gl.arange(0, STORED, gl.SliceLayout(0, layout))
-            piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
-            e = gl.exp2(gl.fma(piece, LOG2E, -reference[:, None]))
+            at = i * STORED + gl.arange(0, STORED, gl.SliceLayout(0, HALF_TILE))
+            e = gl.exp2(gl.fma(halves[i], LOG2E, -reference[:, None]))
             if is_special:
                 e = gl.where(at[None, :] == y[:, None], 0.0, e)
                 if BOUND:
@@ -369,7 +371,7 @@ def _consume(  # type: ignore[no-untyped-def]
         if rows_of.squares is not None:
             gl.store(rows_of.squares + rows.to(gl.int64) * rows_of.sum_stride + p, squared, mask=rows < C)
         if rows_of.top is not None:
-            _put_stats(pieces[0], pieces[1], rows_of, rows, p, C, V)
+            _put_stats(halves[0], halves[1], rows_of, rows, p, C, V)
     tma.store_wait(0)  # shared memory goes when the program ends
 
 
@@ -379,12 +381,11 @@ def _consume_gradient(  # type: ignore[no-untyped-def]
     _store: gl.constexpr,
 ):  # fmt: skip
     """Multiply, and write what `stats.gradient_tile` does, of plain logits."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STORED, 16])
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), _number_of_tiles(listed, C, V), gl.num_programs(0)):
         row_tile, p = _tile_at(tile, listed, C, V)
         row = row_tile * (2 * ROWS) + HALF * ROWS
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, HALF_TILE))
         alive = gl.load(of_row.s + rows, mask=rows < C, other=0.0) != 0.0
         lse = gl.load(of_row.lse + rows, mask=rows < C, other=0.0) * LOG2E
         slope = gl.load(of_row.slope + rows, mask=rows < C, other=0.0)
@@ -393,9 +394,9 @@ def _consume_gradient(  # type: ignore[no-untyped-def]
         if of_row.even is not None:
             even = gl.load(of_row.even + rows, mask=rows < C, other=0.0)
         z, step = multiply(step, gl.cdiv(D, DEPTH), stages, None, HALF, "b", False)
-        pieces = z.reshape([ROWS, 2, STORED]).permute(0, 2, 1).split()
+        halves = halves_of(z)
         for i in gl.static_range(2):
-            below = gl.fma(gl.convert_layout(pieces[i], layout, assert_trivial=True), LOG2E, -lse[:, None])
+            below = gl.fma(halves[i], LOG2E, -lse[:, None])
             gradient = gl.exp2(below)
             if of_row.heat is not None:
                 gradient *= slope[:, None] - heat[:, None] * below
@@ -433,7 +434,7 @@ def runs_on(device: torch.device) -> bool:
 def exp_logits_hopper(
     x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, used: Used = ALL, listed: Listed | None = None
 ) -> None:
-    """Do what `exp_logits.exp_tile` and `stats.tile_stats` do, in tiles COLUMNS wide, of plain bfloat16 logits.
+    """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of plain bfloat16 logits.
 
     Rows at multiples of 16 bytes, none empty. If it `runs_on` the device. Tiles that are not ``listed`` are left as
     they are.

@@ -1,8 +1,8 @@
-"""Token statistics from two GEMMs that store no logits: a row's sums, tile by tile, and its gradient, in bfloat16.
+"""Token statistics from two GEMMs that store no logits: from a row's sums, tile by tile, and its gradient, in bfloat16.
 
 C rows of a chunk, V vocabulary, P tiles across it, K targets a row. Each tile measures its rows from their highest
 logit in it, so that nothing overflows, and leaves that logit's own exponential, 1, out of the sums: where the model is
-sure, what is left keeps its digits. Classes count among those of all ranks.
+sure, what is left keeps its digits (`exp_logits`). Classes count among those of all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lowtide.head.kernels import gemm
 from lowtide.head.kernels.elementwise import log1p
-from lowtide.head.kernels.exp_logits import ExpRows, exp_tile
+from lowtide.head.kernels.exp_logits import FLOOR, ExpRows, exponential
 from lowtide.head.kernels.exp_rows import block_of, dot
 from lowtide.head.kernels.gemm import (
     ALL,
+    LN2,
     LOG2E,
     PLAIN,
     LogitTransform,
@@ -32,9 +33,6 @@ from lowtide.head.kernels.gemm import (
 )
 from lowtide.kernel_launch import Launcher, power_of_2
 
-LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
-NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 ROWS, SHARES = tl.constexpr(128), tl.constexpr(8)  # pairs of one tile at a time; programs that share those of a tile
 PLANES = ("top", "top_id", "rest")  # of `ExpRows`, that every call needs
 WANTED = {"entropy": "heat", "sum_sq_prob": "top_squares", "mean_logit": "total"}  # statistics: the plane of each
@@ -57,77 +55,10 @@ class Gradient(NamedTuple):
         return Gradient._make(None if x is None else x[part] for x in self)
 
 
-@triton.jit
-def _exponential(z, reference, transform):  # type: ignore[no-untyped-def]
-    """exp(z - reference), and z - reference in bits; ``reference`` is in bits. Only a bias makes a logit -inf.
-
-    Or so low that its rounding in ``reference``, which the fused multiply-add does not have, overflows the exponential.
-    """
-    below = tl.fma(z, LOG2E, -reference[:, None])
-    if transform.bias_V is not None:
-        below = tl.maximum(below, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        below = tl.minimum(below, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.exp2(below), below
-
-
 def planes_of(sums_FCP: Sequence[Tensor], want: Iterable[str]) -> dict[str, Tensor]:
     """Return the planes of `ExpRows` that statistics need, in this memory: 3 and as many as are wanted, [C, P]."""
     planes = dict(zip((*PLANES, *(WANTED[name] for name in want)), sums_FCP, strict=True))
     return planes | {"top_id": planes["top_id"].view(torch.int32)}
-
-
-@triton.jit
-def _half_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-untyped-def]
-    """Sums over half of a tile's logits but its highest one: of e = exp(z - top), of e (z - top) and of e^2."""
-    e, below = _exponential(z, reference, transform)
-    e = tl.where(at[None, :] == top_id[:, None], 0.0, e)
-    rest = tl.sum(e, 1)
-    heat, squares = rest, rest
-    if sums.heat is not None:
-        heat = tl.sum(e * below, 1) * LN2
-    if sums.top_squares is not None:
-        squares = tl.sum(e * e, 1)
-    return rest, heat, squares
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def tile_stats(z, row, p, C, V, out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a tile's statistics, an epilogue of `gemm.gemm_tiles` with `ExpRows`, and what `exp_tile` does if wanted.
-
-    Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
-    """
-    if sums.sums is not None:
-        exp_tile(z, row, p, C, V, out_d, sums, transform, BOUND, CONFIG)
-    HALF: tl.constexpr = CONFIG.columns // 2
-    left, right = halves(z, CONFIG)
-    at_left = p * CONFIG.columns + tl.arange(0, HALF)
-    at_right = at_left + HALF
-    left = finish_logits(left, at_left, V, transform)
-    right = finish_logits(right, at_right, V, transform)
-    total = tl.sum(left, 1) + tl.sum(right, 1)  # beyond V logits are 0: no weight, no bias
-    if BOUND:
-        left = tl.where((at_left < V)[None, :], left, NO_LOGIT)
-        right = tl.where((at_right < V)[None, :], right, NO_LOGIT)
-    top = tl.maximum(tl.max(left, 1), tl.max(right, 1))
-    top_id = tl.minimum(
-        tl.min(tl.where(left == top[:, None], at_left[None, :], V), 1),
-        tl.min(tl.where(right == top[:, None], at_right[None, :], V), 1),
-    )
-    reference = tl.where(top == float("-inf"), 0.0, top * LOG2E)
-    rest, heat, squares = _half_sums(left, at_left, reference, top_id, sums, transform)
-    more_rest, more_heat, more_squares = _half_sums(right, at_right, reference, top_id, sums, transform)
-    rows = row + tl.arange(0, CONFIG.rows)
-    at = rows.to(tl.int64) * sums.sum_stride + p
-    inside = rows < C
-    tl.store(sums.top + at, top, mask=inside)
-    tl.store(sums.top_id + at, top_id, mask=inside)
-    tl.store(sums.rest + at, rest + more_rest, mask=inside)
-    if sums.heat is not None:
-        tl.store(sums.heat + at, heat + more_heat, mask=inside)
-    if sums.top_squares is not None:
-        tl.store(sums.top_squares + at, squares + more_squares, mask=inside)
-    if sums.total is not None:
-        tl.store(sums.total + at, total, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -151,7 +82,7 @@ def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr,
     pieces = halves(z, CONFIG)
     for i in tl.static_range(2):
         logits = finish_logits(pieces[i], column + i * WIDTH + tl.arange(0, WIDTH), V, transform)
-        gradient, below = _exponential(logits, lse, transform)
+        gradient, below = exponential(logits, lse, transform)
         if of_row.heat is not None:
             gradient *= slope[:, None] - heat[:, None] * below
         else:
