@@ -143,7 +143,9 @@ class Distillation:
         task = self._task(logits, labels, *args, **kwargs) if run.alpha < 1 else 0.0
         teacher, softcap = self._head["weight"], self._head.get("softcap")
 
-        def divergence(hidden: Tensor, weight: Any, *, linear_bias: Any, logit_scale: float, **more: Any) -> Tensor:
+        def divergence(
+            hidden: Tensor, weight: Any, *, linear_bias: Any, logit_scale: float, options: Any, **more: Any
+        ) -> Tensor:
             V = min(len(teacher), len(weight))
             weight, bias, their, their_bias = (
                 x if x is None or len(x) == V else x[:V] for x in (weight, linear_bias, teacher, self._head.get("bias"))
@@ -161,6 +163,8 @@ class Distillation:
                 mask=pad(labels[..., 1:], (0, 1), value=-100) != -100,
                 reduction="mean",
                 num_items=kwargs.get("num_items_in_batch"),
+                # less than the default: the gradients of the task are there too
+                options=options or lowtide.HeadOptions(workspace_mib=512),
                 **more,
             )
 
