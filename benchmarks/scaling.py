@@ -98,6 +98,8 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
     """Return seconds, tokens per second and GPU, and peak of this rank's training step."""
     rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     built = build_model(Variant.named(way), model_config(model), getattr(torch, config.weights), device)

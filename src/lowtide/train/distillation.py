@@ -62,8 +62,9 @@ class Distillation:
         try:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("a model, which ZeRO-3 would shard")
-            settings = {"dtype": found.gemm_dtype, "attn_implementation": found.model.attn_implementation}
-            self._model = AutoModelForCausalLM.from_pretrained(folder, **settings)
+            self._model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=found.gemm_dtype, attn_implementation=found.model.attn_implementation
+            )
         except Exception as error:  # those of models have no common base
             expected = "a causal language model, or a folder of lowtide.train.write_teacher_states"
             why = f"{folder} ({' '.join(str(error).split())[:300]})"
@@ -159,7 +160,7 @@ class Distillation:
                 temperature=run.temperature,
                 linear_bias=bias,
                 teacher_bias=their_bias,
-                teacher_softcap=None if softcap is None else float(softcap),
+                teacher_softcap=softcap and float(softcap),
                 mask=pad(labels[..., 1:], (0, 1), value=-100) != -100,
                 reduction="mean",
                 num_items=kwargs.get("num_items_in_batch"),
