@@ -165,10 +165,10 @@ def test_no_file_reads_what_is_private_in_another() -> None:
 # and which other room gives as much.
 BUDGETS = {
     "top": 5.8, "head": 72.0, "skip": 9.3, "mlp, layers": 19.35, "losses": 8.3, "memory": 12.2, "plan": 16.9,
-    "models": 24.8, "distributed, trl, stacks": 6.75, "train": 15.1, "profile, measure": 9.3, "bench": 10.75,
+    "models": 24.8, "distributed, trl, stacks": 6.75, "train": 15.25, "profile, measure": 9.3, "bench": 10.75,
     "cli": 3.0,
 }  # fmt: skip
-SRC_TOKENS, SRC_LINES, TEST_LINES = 212.7, 29.4, 28.0
+SRC_TOKENS, SRC_LINES, TEST_LINES = 212.9, 29.4, 28.0
 FOREIGN_NAMES = 35  # lines of src that name something private of another library
 NO_CODE = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from chat_data import word_tokenizer
@@ -73,6 +74,7 @@ def some(rows: Path) -> Any:
 def states(rows: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
     write_teacher_states(load(teacher), some(rows), folder, batch_tokens=200, shard_tokens=900)
+    write_teacher_states(load(teacher), some(rows), folder / "int8", dtype=torch.int8, shard_tokens=900)
     return folder
 
 
@@ -129,13 +131,13 @@ def test_a_teacher_beside_the_student(
     assert result.held_out[0] == pytest.approx(plain.held_out[0])  # an evaluation's loss is the task's
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_stored_states(packing: bool, files: Files, rows: Path, teacher: Path, states: Path, first: list[Any],
-                       tmp_path: Path) -> None:  # fmt: skip
+@pytest.mark.parametrize(("packing", "stored"), [(False, "int8"), (True, ".")])
+def test_stored_states(packing: bool, stored: str, files: Files, rows: Path, teacher: Path, states: Path,
+                       first: list[Any], tmp_path: Path) -> None:  # fmt: skip
     """Logits of the states that are stored, in float32: of rows in another order, padded or packed."""
     given = {"model_name_or_path": files.pretrained, "dataset_name": rows, "max_length": 256 if packing else 96}
     more = {"packing": True, "per_device_train_batch_size": 1} if packing else {"per_device_train_batch_size": 3}
-    run(files, tmp_path, **given, **more, teacher=states)
+    run(files, tmp_path, **given, **more, teacher=states / stored)
     assert (first[0]["position_ids"] == 0).sum() > 1 if packing else len(first[0]["input_ids"]) == 3
     head = load(teacher).lm_head
     seen = first[0].pop("teacher_states", None)
@@ -143,6 +145,24 @@ def test_stored_states(packing: bool, files: Files, rows: Path, teacher: Path, s
     assert_of_full_logits(
         first, load(files.pretrained), lambda _: 9 * torch.tanh(head(seen.float()) / 9), "forward_kl", 0.5, 1.0
     )
+
+
+def all_states(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: x for path in folder.glob("states-*") for k, x in load_file(path).items()}
+
+
+@promise("dtypes")
+def test_states_in_eight_bits(states: Path, teacher: Path) -> None:
+    """Half of the bytes; each number errs by half of its token's step, besides a rounding of bfloat16."""
+    wide, narrow = all_states(states), all_states(states / "int8")
+    assert sum(x.nbytes for x in narrow.values()) < 0.6 * sum(x.nbytes for x in wide.values())
+    for digest, x in wide.items():
+        exact, step = x.double(), x.double().abs().amax(1, keepdim=True) / 127
+        got = narrow[digest].double() * narrow[digest + " scale"].double()
+        assert ((got - exact).abs() <= 0.51 * step + 2**-8 * exact.abs()).all()
+        assert (got != exact).any()
+    with pytest.raises(ArgumentValueError, match=r"dtype: expected torch.bfloat16 or torch.int8, got torch.float16"):
+        write_teacher_states(load(teacher), [], states, dtype=torch.float16)
 
 
 class Killed(Exception):
@@ -153,8 +173,6 @@ class Killed(Exception):
 def test_writing_goes_on_where_it_was_killed(
     rows: Path, teacher: Path, states: Path, files: Files, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file
-
     model = load(teacher)
     seen: list[int] = []
 
@@ -167,9 +185,6 @@ def test_writing_goes_on_where_it_was_killed(
     sizes = {"batch_tokens": 200, "shard_tokens": 900}
     with pytest.raises(Killed):
         write_teacher_states(model, some(rows), tmp_path, **sizes)
-
-    def all_states(folder: Path) -> dict[str, torch.Tensor]:
-        return {k: x for path in folder.glob("states-*") for k, x in load_file(path).items()}
 
     done = all_states(tmp_path)
     assert done

@@ -31,6 +31,7 @@ from lowtide.train.arguments import Arguments
 
 _HEAD = "head.safetensors"  # in a folder of states
 _SHARDS = "states-{}.safetensors"  # each row's states [T, D], by the digest of its tokens
+_SCALE = " scale"  # behind that digest: of states in int8, [T, 1]
 _BATCH = "teacher_states"  # in a batch: [B, T, D]
 
 Head = dict[str, Any]  # weight [V, D], bias [V] and softcap, where there is one
@@ -113,7 +114,7 @@ class Distillation:
             batch, states = collate(rows), []
             for row in rows:
                 found: Any = [(digest, safe_open(self._files[digest], "pt")) for digest in self._find(row)]
-                states.append(torch.cat([shard.get_tensor(digest) for digest, shard in found]))
+                states.append(torch.cat([_read(shard, digest) for digest, shard in found]))
             B, T = batch["input_ids"].shape
             states = states if len(states) == B else [torch.cat(states)]  # without padding, one row after another
             batch[_BATCH] = torch.stack([pad(one, (0, 0, 0, T - len(one))) for one in states])
@@ -177,29 +178,34 @@ def write_teacher_states(
     dataset: Iterable[Mapping[str, Any]],
     folder: str | Path,
     *,
+    dtype: torch.dtype = torch.bfloat16,
     batch_tokens: int = 2**13,
     shard_tokens: int = 2**16,
 ) -> None:
     """Write a teacher's last hidden states of each row, and its head: what ``lowtide train --teacher FOLDER`` reads.
 
-    In bfloat16, 2 D bytes a token, in shards that appear when they are whole. Rows that the folder has are left out:
-    after a kill the same call goes on. No logits are built.
+    In shards that appear when they are whole. Rows that the folder has are left out: after a kill the same call goes
+    on. No logits are built.
 
     Args:
         model: A causal language model of transformers, in the dtype and on the devices that it is to run in.
         dataset: Rows with ``input_ids``, as they are trained on: tokenised, and cut to the length of a sequence.
         folder: Where to; of one model.
+        dtype: bfloat16, 2 D bytes a token; or int8, D + 2 bytes: ``round(x / s)`` and ``s = max |x| / 127`` of a token.
         batch_tokens: About how many tokens the model is given at once.
         shard_tokens: About how many a shard has.
 
     Raises:
-        ArgumentValueError: ``dataset`` has no ``input_ids``, or ``folder`` has the states of another model.
+        ArgumentValueError: ``dataset`` has no ``input_ids``, ``folder`` has the states of another model, or another
+            ``dtype``.
         UnsupportedError: The model's output embedding is not a plain linear layer.
 
     Example:
         >>> teacher = AutoModelForCausalLM.from_pretrained("path/to/model")
         >>> lowtide.train.write_teacher_states(teacher, [{"input_ids": row} for row in ids], "states")
     """
+    if dtype not in (torch.bfloat16, torch.int8):
+        raise ArgumentValueError(message("dtype", "torch.bfloat16 or torch.int8", str(dtype)))
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     model.eval()
@@ -214,7 +220,11 @@ def write_teacher_states(
                 ids = pad(ids, (0, 1), value=-1).to(model.device)
                 hidden, head = _last_states(model, input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
                 for (digest, text), x in zip(batch, hidden.to("cpu", torch.bfloat16), strict=True):
-                    states[digest] = x[: len(text)].clone()
+                    x = x[: len(text)].clone()
+                    if dtype == torch.int8:
+                        states[digest + _SCALE] = s = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+                        x = (x.float() / s).round().to(dtype)
+                    states[digest] = x
             _write_head(folder, head, model)
             _save(folder / _SHARDS.format(digest), states)
 
@@ -264,6 +274,12 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     part = path.with_name(f".{path.name}")
     save_file(tensors, part)
     part.replace(path)
+
+
+def _read(shard: Any, digest: str) -> Tensor:
+    """Return a text's states [T, D] in bfloat16."""
+    x: Tensor = shard.get_tensor(digest)
+    return x * shard.get_tensor(digest + _SCALE) if x.dtype == torch.int8 else x
 
 
 def _files(folder: Path) -> dict[str, Path]:
