@@ -43,8 +43,8 @@ class HeadOptions:
             ranks is gathered first, [N, D].
             ``"compute"``: computed and discarded everywhere. `linear_apply` drops them in any case.
 
-        skip: The largest relative error that the gradients of `linear_cross_entropy`, and of log-probabilities of one
-            target a token, may have, such as 5e-3, above bfloat16's own of 2e-3 to 3e-3; None: no more than that. The
+        skip: The relative error that the gradients of `linear_cross_entropy`, and of log-probabilities of one target a
+            token, are held to, such as 5e-3, above bfloat16's own of 2e-3 to 3e-3; None: no more than that. The
             gradients' GEMMs then leave out tiles of the softmax that carry little, and put means in their place.
             Losses and log-probabilities stay exact. In bfloat16 on GPUs of compute capability 9.0; elsewhere an
             error. See `skip_report` and docs/skipping.md.
