@@ -1,11 +1,12 @@
-"""Measure how a training step under FSDP2 scales with the number of GPUs, beside Liger's and stock models.
+"""Measure how a training step under FSDP2 or ZeRO-3 scales with the number of GPUs, beside Liger's and stock models.
 
     python benchmarks/scaling.py --ranks 1 2 4 8
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
 
 Weak scaling: each GPU has ``--batch`` sequences of its own; with ``--strong`` all together have as many. Layers are
-checkpointed, except in ways with a policy, such as lowtide:all. One GPU holds the whole model; several shard it, a unit
-for each layer. "of_one" has a GPU's tokens per second over those of one GPU alone: ideally 1, weak or strong.
+checkpointed, except in ways with a policy, such as lowtide:all. One GPU holds the whole model; several shard it, under
+FSDP2 a unit for each layer. "of_one" has a GPU's tokens per second over those of one GPU alone: ideally 1, weak or
+strong.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -57,6 +59,7 @@ class ScalingConfig(Settings):
     batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
     strong: bool = setting(False, "strong scaling: the same --batch sequences, whatever the number of GPUs")
     steps: int = setting(5, "that count", least=1)
+    engine: Literal["fsdp2", "zero3"] = setting("fsdp2", "what shards the model; zero3: DeepSpeed's, on one GPU too")
     weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
 
     def __post_init__(self) -> None:
@@ -82,7 +85,8 @@ def measure(run: Run) -> None:
 
 def in_processes(ranks: int, way: str, model: str, config: ScalingConfig) -> Row:
     """Return a row, measured in processes of its own: Liger changes classes that later models would be made of."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launch *= ranks > 1 or config.engine == "zero3"
     with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         file = Path(folder) / "row.json"
         job = json.dumps({"settings": vars(config), "file": str(file), "way": way, "model": model})
@@ -103,10 +107,8 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     built = build_model(Variant.named(way), model_config(model), getattr(torch, config.weights), device)
-    for module in (*find_stack(built).layers.values(), built) if ranks > 1 else ():
-        fully_shard(module)
-    optimizer = make_optimizer("adamw", list(built.parameters()))
     batch = config.batch // (ranks if config.strong else 1)
+    model, end_step = in_engine(built, batch, ranks, config)
     torch.manual_seed(0)
     steps = torch.randint(0, built.config.vocab_size, (WARM + config.steps, ranks, batch, config.tokens))
     times, losses = list[float](), list[float]()
@@ -114,9 +116,7 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
         if len(times) == WARM:
             reset_cuda_peak()
         start = time.perf_counter()
-        (loss := built(input_ids=each, labels=each).loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(loss := model(input_ids=each, labels=each).loss)
         if ranks > 1:
             dist.all_reduce(loss.detach_().div_(ranks))
         losses.append(loss.item())  # waits for the GPU
@@ -127,6 +127,37 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     speed = {"seconds": seconds, "times": times[WARM:], SPEED: batch * config.tokens / seconds}
     return {**speed, "peak_gib": peak.item(), "losses": losses, "last_loss": losses[-1]}
+
+
+def in_engine(built: Any, batch: int, ranks: int, config: ScalingConfig) -> tuple[Any, Callable[[Any], None]]:
+    """Return what is called for a loss, and what ends the step of that loss."""
+    if config.engine == "zero3":
+        import deepspeed
+
+        settings = {
+            "train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": config.weights == "bfloat16"}, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }  # fmt: skip
+        optimizer = make_optimizer("adamw", list(built.parameters()))
+        engine, *_ = deepspeed.initialize(model=built, optimizer=optimizer, config=settings)
+
+        def end_engine(loss: Any) -> None:
+            engine.backward(loss)
+            engine.step()
+
+        return engine, end_engine
+
+    for module in (*find_stack(built).layers.values(), built) if ranks > 1 else ():
+        fully_shard(module)
+    optimizer = make_optimizer("adamw", list(built.parameters()))
+
+    def end(loss: Any) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return built, end
 
 
 def run_rank(job: dict[str, Any]) -> None:
