@@ -67,10 +67,10 @@ def _send_row(sender: Any, kind: str, name: str) -> None:
 _PAGE = """\
 # Supported models
 
-Of {types} causal, multimodal and translation model classes in transformers {transformers}, {fused} train without
-logits, {fell_back} fall back to the stock loss, and {others} cannot be built or run in the test behind this page. It builds a tiny model of each type from
-its default config, and compares loss, gradients and logits of the stock and the patched model on a CPU (torch {torch}).
-What it cannot build may work with your weights: `print(lowtide.patch(model))` says so.
+Of {types} causal, multimodal and translation models in transformers {transformers}, {fused} train without logits,
+{fell_back} fall back to the stock loss, and {others} cannot be built or run in the test behind this page. It builds a
+tiny model of each type from its default config, and compares loss, gradients and logits of the stock and the patched
+model on a CPU (torch {torch}). What it cannot build may work with your weights: `print(lowtide.patch(model))` says so.
 
 Each line is a family; behind the colon are the parts that run fused too.
 
