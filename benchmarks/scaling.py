@@ -51,7 +51,7 @@ TABLE = Table(
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(Settings):
-    benchmark, packages = "scaling", ("liger-kernel",)
+    benchmark, packages = "scaling", ("liger-kernel", "deepspeed")
     ranks: tuple[int, ...] = setting((1, 2, 4, 8), "processes, one for each GPU", metavar="N", least=1)
     model: tuple[str, ...] = setting(("llama-3.2-1b", "llama-3-8b"), "whose shapes", metavar="NAME")
     way: tuple[str, ...] = setting(("lowtide", "liger"), "implementations, or one:policy", metavar="WAY")
@@ -59,7 +59,9 @@ class ScalingConfig(Settings):
     batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
     strong: bool = setting(False, "strong scaling: the same --batch sequences, whatever the number of GPUs")
     steps: int = setting(5, "that count", least=1)
-    engine: Literal["fsdp2", "zero3"] = setting("fsdp2", "what shards the model; zero3: DeepSpeed's, on one GPU too")
+    engine: Literal["fsdp2", "zero3"] = setting(
+        "fsdp2", "what shards the model; zero3: DeepSpeed's, with float32 states"
+    )
     weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,13 @@ def test_a_teacher_beside_the_student(
     assert result.held_out[0] == pytest.approx(plain.held_out[0])  # an evaluation's loss is the task's
 
 
+def begins_of(batch: Any) -> list[list[int]]:
+    """Return where the texts of each row begin, and where the last one ends."""
+    if "attention_mask" in batch:
+        return [[0, int(mask.sum())] for mask in batch["attention_mask"]]
+    return [[*(at == 0).nonzero()[:, 0].tolist(), len(at)] for at in batch["position_ids"]]
+
+
 @pytest.mark.parametrize(("packing", "stored"), [(False, "int8"), (True, ".")])
 def test_stored_states(packing: bool, stored: str, files: Files, rows: Path, teacher: Path, states: Path,
                        first: list[Any], tmp_path: Path) -> None:  # fmt: skip
@@ -139,9 +147,15 @@ def test_stored_states(packing: bool, stored: str, files: Files, rows: Path, tea
     more = {"packing": True, "per_device_train_batch_size": 1} if packing else {"per_device_train_batch_size": 3}
     run(files, tmp_path, **given, **more, teacher=states / stored)
     assert (first[0]["position_ids"] == 0).sum() > 1 if packing else len(first[0]["input_ids"]) == 3
-    head = load(teacher).lm_head
-    seen = first[0].pop("teacher_states", None)
+    seen, stock = first[0].pop("teacher_states"), load(teacher)
     assert seen.dtype == torch.bfloat16
+    head = stock.lm_head
+    for states_TD, ids, begins in zip(seen, first[0]["input_ids"], begins_of(first[0]), strict=True):
+        for begin, end in itertools.pairwise(begins):
+            with torch.no_grad():
+                exact = stock.model(input_ids=ids[None, begin:end]).last_hidden_state[0]
+            bound = exact.abs() / 2**8 + (stored == "int8") * exact.abs().amax(1, keepdim=True) / 127
+            assert ((states_TD[begin:end] - exact).abs() <= bound).all()
     assert_of_full_logits(
         first, load(files.pretrained), lambda _: 9 * torch.tanh(head(seen.float()) / 9), "forward_kl", 0.5, 1.0
     )

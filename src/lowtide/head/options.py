@@ -38,7 +38,7 @@ class HeadOptions:
             nothing on the CPU; on Hopper on the exponential path as ``"skip"`` if there were more than 5% in one of
             the calls before, else as ``"compute"``; elsewhere, and where the vocabulary is sharded, ``"compute"``.
             ``"skip"``: nothing on Hopper on the exponential path, where the device finds them and the host does not
-            wait; without any a call takes up to 12% longer. Elsewhere as ``"auto"``. ``"drop"``: the host waits for the
+            wait; without any a call takes longer. Elsewhere as ``"auto"``. ``"drop"``: the host waits for the
             device once a pass and drops them before the first GEMM, on every backend. A sequence that is sharded over
             ranks is gathered first, [N, D].
             ``"compute"``: computed and discarded everywhere. `linear_apply` drops them in any case.

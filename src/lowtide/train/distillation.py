@@ -184,8 +184,8 @@ def write_teacher_states(
 ) -> None:
     """Write a teacher's last hidden states of each row, and its head: what ``lowtide train --teacher FOLDER`` reads.
 
-    In shards that appear when they are whole. Rows that the folder has are left out: after a kill the same call goes
-    on. No logits are built.
+    In shards that appear when they are whole. Rows that the folder has, in either dtype, are left out: after a kill the
+    same call goes on. No logits are built.
 
     Args:
         model: A causal language model of transformers, in the dtype and on the devices that it is to run in.
@@ -196,8 +196,8 @@ def write_teacher_states(
         shard_tokens: About how many a shard has.
 
     Raises:
-        ArgumentValueError: ``dataset`` has no ``input_ids``, ``folder`` has the states of another model, or another
-            ``dtype``.
+        ArgumentValueError: ``dtype`` is neither, ``dataset`` has no ``input_ids``, or ``folder`` has the states of
+            another model.
         UnsupportedError: The model's output embedding is not a plain linear layer.
 
     Example:

@@ -129,7 +129,7 @@ def _fine_tuner(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[str]]
     rows, held_out, lines = load_rows(found)
     args.eval_on_start = held_out is not None and not args.resume_from_checkpoint
     own = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    if args.world_size == 1:
+    if args.world_size == 1 and args.device.type == "cuda":
         own["device_map"] = str(args.device)  # else TRL spreads the model over all GPUs
     args.model_init_kwargs = {**own, **(args.model_init_kwargs or {})}
     try:
