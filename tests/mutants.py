@@ -499,6 +499,8 @@ MUTANTS: dict[str, list[Mutant]] = {
                "control.should_evaluate = False, False", "train/test_runs.py -k signal"),
         Mutant("train/trainers.py", "control.should_log |= control.should_save or", "control.should_log |=",
                "train/test_runs.py -k finite"),
+        Mutant("train/distillation.py", "return x * shard.get_tensor(digest + _SCALE) if", "return x if",
+               "train/test_distillation.py -k stored"),
         Mutant("train/distillation.py", "run.alpha * run.temperature**2", "run.alpha * run.temperature",
                "train/test_distillation.py -k beside"),
         Mutant("train/distillation.py", 'row.get("seq_lengths") or len(ids)', "len(ids)",
