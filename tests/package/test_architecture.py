@@ -164,8 +164,8 @@ def test_no_file_reads_what_is_private_in_another() -> None:
 # Thousands of Python tokens of code, and of lines of src and tests. Raising one is a decision: CHANGELOG.md says why,
 # and which other room gives as much.
 BUDGETS = {
-    "top": 5.8, "head": 72.0, "skip": 9.3, "mlp, layers": 19.35, "losses": 8.3, "memory": 12.2, "plan": 16.9,
-    "models": 24.8, "distributed, trl, stacks": 6.75, "train": 15.3, "profile, measure": 9.3, "bench": 10.75,
+    "top": 5.8, "head": 72.0, "skip": 9.35, "mlp, layers": 19.35, "losses": 8.3, "memory": 12.2, "plan": 16.9,
+    "models": 24.8, "distributed, trl, stacks": 6.75, "train": 15.3, "profile, measure": 9.25, "bench": 10.75,
     "cli": 3.0,
 }  # fmt: skip
 SRC_TOKENS, SRC_LINES, TEST_LINES = 212.9, 29.4, 28.0

@@ -17,6 +17,7 @@ from lowtide.errors import UnsupportedError
 
 pytest.importorskip("triton")
 from lowtide.skip import memory
+from lowtide.skip.comparison import Comparison
 from promises import promise
 from support import every_pair, oracle
 
@@ -222,8 +223,10 @@ def test_batches_that_say_nothing(kernels: None) -> None:
         found = step(hidden, parameter, targets, reduction="sum")
         assert not any(one.any() for one in found) or hidden is of_nan
         report = reported(parameter)
-        assert report[3:6] == before[3:6]
-        assert math.isnan(report.logit_error)
+        assert report.threshold == before.threshold
+        assert all(map(math.isnan, report[2:5]))
+    step(x, parameter, y)
+    assert reported(parameter)[2:5] == pytest.approx(before[2:5], rel=0.5)
 
 
 @every_pair(steps=[0, 3, 10], rounding=[0.0, 0.3, 0.6], growth=[(3.0, 1.0), (12.0, 1.0), (20.0, 1.3)])
@@ -240,6 +243,36 @@ def test_errors_come_near_what_is_accepted(growth: tuple[float, float], rounding
         assert errors.hypot(torch.tensor(memory.SHARED)).max() < accepted
         threshold, may_grow = memory.adapted(threshold, may_grow, errors, lost, accepted)
     assert steps or errors.hypot(torch.tensor(memory.SHARED)).max() > 0.8 * accepted
+
+
+def test_signs_that_say_little() -> None:
+    """A comparison that errs by 15% makes few calls err by more than is accepted, and those by little."""
+    accepted, found = 5e-3, []
+    known = memory.Remembered(accepted, 4, torch.device("cpu"))
+    for _ in range(200):
+        true = 12 * known.threshold * torch.tensor([0.7, 1])
+        found.append(true.hypot(torch.tensor(memory.SHARED)).max() / accepted)
+        lost = known.threshold[0].square()
+        known.end(torch.stack((lost, lost, lost / lost)), true * (1 + 0.15 * torch.randn(2).clamp(-3, 3)))
+    late = torch.stack(found[17:])
+    assert 0.8 < late.mean() < 1
+    assert late.max() < 1.15
+    assert (late > 1).double().mean() < 0.1
+
+
+def test_signs_of_one_pass_after_another() -> None:
+    """Where gradients lie in few directions some signs say little: the mean of several passes' does."""
+    E, x, direction = torch.rand(64, 600), torch.randn(64, 24), torch.randn(24)
+    x = x * 0.1 + direction
+    right = E.T @ x
+    off = torch.randn(600, 1) * torch.randn(24) * 0.3
+    wanted, found = relative(right + off, right.double()), list[Tensor]()
+    for seed in range(40):
+        one = Comparison(torch.randn(600, 24), 64, seed)
+        one.see_weight(E, x, torch.zeros(64, dtype=torch.long), add=False)
+        found.append(one.errors(None, right + off, torch.zeros(3, 24), torch.ones(3))[1])
+    values = torch.stack(found)
+    assert values.square().mean().sqrt().item() == pytest.approx(wanted, rel=0.15)
 
 
 def test_calls_are_dense_where_skipping_does_not_pay() -> None:

@@ -111,7 +111,7 @@ class TiledCrossEntropy(CrossEntropy):
         self._sum_of_sizes = total.where(total != 0, 1)
         known.total.zero_()
         self._reported = self.new(3).zero_()  # the sum over chunks: see `choose`
-        self._comparison = Comparison(self.weight_VD, self.head.tokens) if known.compares else None
+        self._comparison = Comparison(self.weight_VD, self.head.tokens, known.passes) if known.compares else None
         if known.compares:
             e.zero_()  # it is read whole
         self._seen = self.new(V).zero_() if known.sees else None  # the sums of the tokens' probabilities

@@ -16,11 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowtide.head.rows import sent
 
 FIRST = 0.012  # the first threshold, over the error that is accepted
-NEAR = 0.92  # of what is accepted, what is aimed at
+NEAR = 0.9  # of what is accepted, what is aimed at
 SHARED = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
 LEAST, MOST = 1e-4, 2.0  # the threshold over the error that is accepted
 FALLS, GROWS_AT_FIRST = 0.5, 2.0  # of the threshold, from one comparison to the next, at most
 NEARLY, GROWS = 1.2, 1.1  # the growth below which it is nearly found, and what it grows by at most from then on
+NEW = 0.125  # what a comparison counts for from then on in the mean of squares: 16 signs give an error to 15%
 CAREFUL = 0.6  # the power of what it would grow by, were errors in proportion to it: they may grow faster
 BELOW = 1.03  # the threshold over what calls of many tiles lose: all of a bin stay, or none
 SMALL = 5.0  # the threshold over the first one, up to which it grows where a call loses nothing, which says little
@@ -41,7 +42,8 @@ class Report(NamedTuple):
             times its slope.
         logit_error: ``||G' - G|| / ||G||`` of this call, G the gradient with respect to the logits and G' what stands
             for it; no number where G is 0. See docs/skipping.md.
-        input_error: ``||dX - dX'|| / ||dX'||``, with dX' from all tiles, as the last comparison measured it.
+        input_error: ``||dX - dX'|| / ||dX'||``, with dX' from all tiles: ``logit_error`` times the two errors' ratio
+            in the last comparisons.
         weight_error: The same of dW.
         threshold: The most that the next call's ``logit_error`` may be.
         calls: With this weight and ``skip``, so far.
@@ -72,7 +74,7 @@ class Remembered:
         self.passes = 0  # that skipped: several calls may come before the backward pass of each
         self.threshold = torch.full((1,), FIRST * accepted, dtype=torch.float32, device=device)
         self.grows = torch.full_like(self.threshold, GROWS_AT_FIRST)
-        self.errors = torch.zeros(2, dtype=torch.float32, device=device)  # of dX and dW, as measured last
+        self.rates = torch.zeros(2, dtype=torch.float32, device=device)  # errors of dX and dW, over what a pass lost
         self.total = torch.zeros(2, dtype=torch.int32, device=device)  # tiles kept, and all, of the last pass
         self._pays = True
         self._arriving: tuple[int, Callable[[], list[int]]] | None = None  # a call, and a wait for its `total`
@@ -113,29 +115,29 @@ class Remembered:
         """End a pass that skipped, with the errors that it measured."""
         self.reported = reported
         if errors is not None:
-            found = adapted(self.threshold, self.grows, errors, self.lost(), self.accepted)
-            known = torch.cat((errors, found[0])).isfinite().all()
-            before = self.threshold, self.grows, self.errors
-            self.threshold, self.grows, self.errors = (
-                x.where(known, y) for x, y in zip((*found, errors), before, strict=True)
-            )
+            lost = self.lost()
+            of_pass = (errors / lost).where(lost > 0, self.rates)
+            rates = self.rates.square().lerp(of_pass.square(), (self.grows > GROWS).float().clamp(min=NEW)).sqrt()
+            found = torch.cat((*adapted(self.threshold, self.grows, rates * lost, lost, self.accepted), rates))
+            before = torch.cat((self.threshold, self.grows, self.rates))
+            known = found.isfinite().all()
+            self.threshold, self.grows, self.rates = torch.split(found.where(known, before), [1, 1, 2])
         self.passes += 1
         if self._arriving is None:
             self._arriving = self.calls - 1, sent(self.total)
 
     def lost(self) -> Tensor:
-        """Return what the last pass lost of the gradient of the logits, relative."""
-        return torch.sqrt(self.reported[1] / self.reported[2])
+        """Return what the last pass lost of the gradient of the logits, relative [1]."""
+        return torch.sqrt(self.reported[1:2] / self.reported[2])
 
     def report(self) -> Report | None:
         """Return what the last call that skipped did, None before it; the host waits for the device."""
         if not self.passes:
             return None
         kept, tiles = self.total.tolist()
-        mass, of_logits = float(self.reported[0]), float(self.lost())
-        of_input, of_weight = self.errors.tolist()
-        share, dense = kept / max(1, tiles), self.calls - self.skipped
-        return Report(share, mass, of_logits, of_input, of_weight, float(self.threshold), self.calls, dense)
+        lost = self.lost()
+        measured = torch.cat((self.reported[:1], lost, self.rates * lost, self.threshold)).tolist()
+        return Report._make((kept / max(1, tiles), *measured, self.calls, self.calls - self.skipped))
 
 
 def adapted(threshold: Tensor, grows: Tensor, errors: Tensor, lost: Tensor, accepted: float) -> tuple[Tensor, Tensor]:
@@ -145,8 +147,9 @@ def adapted(threshold: Tensor, grows: Tensor, errors: Tensor, lost: Tensor, acce
     compared. Where a call lost less than it might have, as its tiles are few, it is aimed at from what was lost; where
     nothing was lost it grows only while it is small.
     """
-    allowed = [max((NEAR * accepted) ** 2 - shared**2, (LEAST * accepted) ** 2) for shared in SHARED]
-    aimed = torch.minimum(math.sqrt(allowed[0]) / errors[0], math.sqrt(allowed[1]) / errors[1])
+    least = (LEAST * accepted) ** 2
+    allowed = [math.sqrt(max((NEAR * accepted) ** 2 - shared**2, least)) for shared in SHARED]
+    aimed = torch.minimum(allowed[0] / errors[0], allowed[1] / errors[1])
     small = threshold < SMALL * FIRST * accepted
     aimed = torch.where(small | (lost == 0), aimed, aimed * BELOW * lost / threshold)
     change = aimed.where(aimed < 1, aimed**CAREFUL)
