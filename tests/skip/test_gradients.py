@@ -64,7 +64,7 @@ def reported(w: Tensor) -> memory.Report:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"N": 170, "V": 800},  # two chunks, the first of two rows of tiles
-    "recomputed": {"gradient": "recompute"},
+    "recomputed": {"gradient": "recompute", "V": 2900},
     "options": {"N": 170, "V": 800, "z_loss": 1e-3, "logit_scale": 0.9, "weights": True},
     "capped": {"softcap": 3.0, "logit_scale": 1.3, "reduction": "none"},
 }
@@ -86,7 +86,7 @@ def test_errors(kernels: None, name: str) -> None:
     upstream = torch.randn(right.shape)
     wanted = torch.autograd.grad(right, true, upstream.double())
     x[y < 0] = torch.nan
-    for _ in range(2):
+    for _ in range(3):
         hidden = x.clone().requires_grad_()
         loss = lowtide.linear_cross_entropy(hidden, parameter, y, linear_bias=bias, options=options, **choice)
         grads = torch.autograd.grad(loss, (hidden, parameter, bias), upstream)
@@ -226,7 +226,7 @@ def test_batches_that_say_nothing(kernels: None) -> None:
         assert report.threshold == before.threshold
         assert all(map(math.isnan, report[2:5]))
     step(x, parameter, y)
-    assert reported(parameter)[2:5] == pytest.approx(before[2:5], rel=0.5)
+    assert all(error < 0.02 for error in reported(parameter)[3:5])
 
 
 @every_pair(steps=[0, 3, 10], rounding=[0.0, 0.3, 0.6], growth=[(3.0, 1.0), (12.0, 1.0), (20.0, 1.3)])
@@ -267,7 +267,7 @@ def test_signs_of_one_pass_after_another() -> None:
     right = E.T @ x
     off = torch.randn(600, 1) * torch.randn(24) * 0.3
     wanted, found = relative(right + off, right.double()), list[Tensor]()
-    for seed in range(40):
+    for seed in range(100):
         one = Comparison(torch.randn(600, 24), 64, seed)
         one.see_weight(E, x, torch.zeros(64, dtype=torch.long), add=False)
         found.append(one.errors(None, right + off, torch.zeros(3, 24), torch.ones(3))[1])
