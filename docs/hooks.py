@@ -119,6 +119,13 @@ def reference_index(modules: list[ModuleType]) -> str:
     return "\n".join(lines)
 
 
+def home_page() -> str:
+    """Return the Markdown of the first page, with the README's figures, to which other pages link."""
+    _, heading, rest = (ROOT / "README.md").read_text().partition("## How fast\n")
+    figures = LINK.sub(r"../\1", rest.partition("\n## ")[0])
+    return f"{(ROOT / 'docs/index.md').read_text()}\n{heading}{figures}\n"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the anchors, and put the reference's pages in the place that the navigation keeps for them."""
     config.mdx_configs["toc"]["slugify"] = github_slug
@@ -138,6 +145,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for repository_path, page in PAGES_OF_THE_ROOT.items():
         if page in GENERATED:
             generated[page] = (ROOT / repository_path).read_text()
+    files.remove(files.src_uris["index.md"])
+    generated["index.md"] = home_page()
     for page, text in generated.items():
         files.append(File.generated(config, page, content=text))
     for file in list(files.documentation_pages()):
