@@ -18,7 +18,7 @@ class Comparison:
     """Of one call, chunk by chunk; all classes are in the order of the tiles."""
 
     def __init__(self, w_VD: Tensor, tokens: int, seed: int) -> None:
-        """``seed``: of the signs, another in each pass: what some of them miss of a weight they miss in each."""
+        """``seed``: of the signs, another in each pass: errors that some signs miss, the same signs miss for good."""
         random, (V, D) = torch.Generator(w_VD.device).manual_seed(seed), w_VD.shape
         signs = torch.randint(0, 2, (D, SIGNS), generator=random, device=w_VD.device) * 2 - 1
         self._signs = signs.to(w_VD.dtype)
