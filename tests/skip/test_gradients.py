@@ -261,7 +261,7 @@ def test_signs_that_say_little() -> None:
 
 def test_each_comparison_has_other_signs(kernels: None) -> None:
     """Or an error that they miss would be missed for good: calls that are alike are estimated anew."""
-    (x, w, y), found = problem(32, 16, 2900), list[memory.Report]()
+    (x, w, y), found = problem(32, 16, 1600), list[memory.Report]()
     parameter = w.requires_grad_()
     for _ in range(7):
         step(x, parameter, y, skip=0.5)
